@@ -1,0 +1,3 @@
+from presage.cli import main
+
+main()

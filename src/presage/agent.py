@@ -1,0 +1,201 @@
+"""A trained network that plans: load it, ask it, hand it on."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from presage import __version__, checkpoint
+from presage.arena import Array
+from presage.batches import controls_table
+from presage.config import Config, at, from_json, to_json
+from presage.errors import RunError, UsageError
+from presage.files import checksum, encode_tensors, read_json, write_bytes, write_json
+from presage.games import find
+from presage.model import Model, Outlook
+from presage.planner import Planner
+from presage.tasks import FRAME, STACK, Spec, Task
+
+FRAMES = (STACK, FRAME, FRAME)
+
+
+def device_of(name: str) -> torch.device:
+    if name == "auto":
+        return torch.device("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+    except RuntimeError:
+        raise UsageError(f"there is no device {name!r}: say auto, cpu or cuda.") from None
+    if device.type == "cuda" and not torch.cuda.is_available():
+        raise UsageError("no CUDA device is available here: say --device cpu or auto.")
+    return device
+
+
+@dataclass(frozen=True)
+class AgentPlan:
+    """What the agent considered and why it chose; for a batch of N, every array has a leading N."""
+
+    action: Any  # int: the number of the chosen plan's first action, what to play now
+    control: Array  # [3]: that action's shoot, horizontal, vertical
+    sequence: Array  # int [H]: the actions of the chosen plan
+    p_died: Array  # [H]: the chosen plan's P(died) after each step
+    p_scored: Array  # [H]
+    candidates: Array  # int [k, H]: every sequence considered
+    candidates_p_died: Array  # [k, H]
+    candidates_p_scored: Array  # [k, H]
+    safe: Array  # bool [k]: P(died) after the last step is under the threshold
+    chosen: Any  # int: which candidate
+    threshold: float
+    reason: Any  # str
+
+
+class Agent:
+    """One network and the tasks it was trained on."""
+
+    def __init__(self, model: Model, specs: Sequence[Spec], config: Config, iteration: int, device: torch.device):
+        self.model = model.to(device).eval()
+        self.specs = {spec.name: spec for spec in specs}
+        self.config, self.iteration, self.device = config, iteration, device
+
+    @property
+    def k(self) -> int:
+        """Sequences imagined a step: what the next iteration would use."""
+        return int(at(self.config.plan.k, self.iteration + 1))
+
+    def threshold(self, spec: Spec) -> float:
+        return self.config.plan.thresholds.get(spec.name, at(spec.thresholds, self.iteration + 1))
+
+    def planner(self, specs: Sequence[Spec], seed: int, k: int | None = None, threshold: float | None = None) -> Planner:
+        """A planner for one game of each spec at a time (name a spec as often as its game is played)."""
+        thresholds = [self.threshold(spec) if threshold is None else threshold for spec in specs]
+        generator = torch.Generator().manual_seed(seed)
+        return Planner(
+            perceive=lambda frames: self.model.perceive(frames.to(self.device)),
+            imagine=lambda h, controls: self.model.imagine(h, controls.to(self.device)),
+            tables=controls_table(specs),
+            action_counts=torch.tensor([len(spec.controls) for spec in specs]),
+            thresholds=torch.tensor(thresholds, dtype=torch.float32),
+            k=self.k if k is None else k,
+            horizon=self.config.data.horizon,
+            generator=generator,
+        )
+
+    def spec(self, task: str | Task) -> Spec:
+        """Of a task it was trained on or, just as well, of any other."""
+        if isinstance(task, Task):
+            return Spec.of(task)
+        return self.specs[task] if task in self.specs else Spec.of(find([task])[0])
+
+    def plan(
+        self, frames: Any, task: str | Task, k: int | None = None, threshold: float | None = None, seed: int = 0
+    ) -> AgentPlan:
+        """Plan for uint8 frames [4, 84, 84], oldest first, or a batch [N, 4, 84, 84]."""
+        batch, single = checked_frames(frames)
+        if k is not None and k < 1:
+            raise UsageError(f"k must be at least 1, not {k}.")
+        spec = self.spec(task)
+        rows = torch.arange(len(batch))
+        planner = self.planner([spec] * len(batch), seed, k, threshold)
+        plan = planner.plan(batch, torch.ones(len(batch), dtype=torch.bool), rows)
+        controls = planner.tables[rows[:, None, None], plan.actions]  # [N, k, H, 3]
+        steps = self.model.imagine_steps(self.model.perceive(batch.to(self.device)), controls.to(self.device))
+        died, scored = Outlook(steps.died.cpu(), steps.scored.cpu())  # [N, k, H]
+        index, safe = plan.choice
+        limit = float(planner.thresholds[0])
+        arrays = {
+            "control": planner.tables[rows, plan.best[:, 0]],
+            "sequence": plan.best,
+            "p_died": died[rows, index],
+            "p_scored": scored[rows, index],
+            "candidates": plan.actions,
+            "candidates_p_died": died,
+            "candidates_p_scored": scored,
+            "safe": safe,
+        }
+        out = {name: (tensor[0] if single else tensor).numpy() for name, tensor in arrays.items()}
+        reasons = [_reason(s, limit) for s in safe]
+        first, chosen = plan.best[:, 0].numpy(), index.numpy()
+        return AgentPlan(
+            action=int(first[0]) if single else first,
+            chosen=int(chosen[0]) if single else chosen,
+            reason=reasons[0] if single else reasons,
+            threshold=limit,
+            **out,
+        )
+
+    def act(self, frames: Any, task: str | Task, seed: int = 0) -> Any:
+        """The action to play now."""
+        return self.plan(frames, task, seed=seed).action
+
+    def export(self, folder: str | Path) -> Path:
+        """The weights and what rebuilds the model, without data or optimiser: what one hands on."""
+        path = Path(folder)
+        path.mkdir(parents=True, exist_ok=True)
+        data = encode_tensors(self.model.state_dict())
+        write_bytes(path / "model.safetensors", data)
+        head = {"format": checkpoint.FORMAT, "version": __version__, "iteration": self.iteration}
+        rest = {"config": to_json(self.config), "tasks": [spec._asdict() for spec in self.specs.values()]}
+        write_json(path / "agent.json", {**head, **rest, "sha256": {"model.safetensors": checksum(data)}})
+        return path
+
+
+def _reason(safe: Tensor, threshold: float) -> str:
+    if safe.any():
+        return f"{int(safe.sum())} of {len(safe)} plans have P(died) < {threshold:g}; the likeliest of them to score"
+    return f"no plan has P(died) < {threshold:g}; the least likely to die"
+
+
+def checked_frames(frames: Any) -> tuple[Tensor, bool]:
+    """uint8 [N, 4, 84, 84], and whether it was a single one."""
+    array = frames.cpu().numpy() if isinstance(frames, Tensor) else np.asarray(frames)
+    if array.dtype != np.uint8 or array.shape[-3:] != FRAMES or array.ndim not in (3, 4) or 0 in array.shape:
+        raise UsageError(
+            f"frames must be uint8 [4, 84, 84] or [N, 4, 84, 84], not {array.dtype} {list(array.shape)}."
+        )
+    single = array.ndim == 3
+    return torch.from_numpy(np.ascontiguousarray(array[None] if single else array)), single
+
+
+def read_config(run: Path) -> tuple[Config, list[Spec]]:
+    """A run's configuration and tasks."""
+    if not (run / "config.json").exists():
+        raise UsageError(f"there is no run in {run}: `presage train --run {run}` starts one.")
+    data = read_json(run / "config.json")
+    checkpoint.check_format(data.pop("format", None), run / "config.json")
+    data.pop("version", None)
+    return _parse(data.pop("tasks", None), data, run / "config.json")
+
+
+def _parse(tasks: Any, config: Any, where: Path) -> tuple[Config, list[Spec]]:
+    try:
+        return from_json(config), [Spec.from_json(task) for task in tasks]
+    except (TypeError, KeyError, ValueError, AttributeError) as error:
+        raise RunError(f"{where} is damaged: {error}") from None
+
+
+def load(path: str | Path, iteration: int | None = None, device: str = "auto") -> Agent:
+    """The agent of a run (its newest finished iteration unless told), or of an exported folder."""
+    folder = Path(path)
+    if (folder / "agent.json").exists():
+        data = read_json(folder / "agent.json")
+        checkpoint.check_format(data.get("format"), folder / "agent.json")
+        config, specs = _parse(data.get("tasks"), data.get("config"), folder / "agent.json")
+        if iteration not in (None, data.get("iteration")):
+            raise UsageError(f"{folder} is an export of iteration {data.get('iteration')} alone.")
+        weights, iteration = folder, int(data["iteration"])
+    else:
+        config, specs = read_config(folder)
+        done = checkpoint.finished(folder)
+        if not done:
+            raise UsageError(f"{folder} has no finished iteration yet: `presage train --run {folder}` goes on with it.")
+        iteration = done[-1] if iteration is None else iteration
+        if iteration not in done:
+            raise UsageError(f"{folder} has no finished iteration {iteration}; it has {', '.join(map(str, done))}.")
+        weights = folder / "checkpoints" / f"iter-{iteration:02d}"
+    model = Model(config.model)
+    checkpoint.load_model(weights, model)
+    return Agent(model, specs, config, iteration, device_of(device))

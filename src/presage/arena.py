@@ -1,0 +1,219 @@
+"""Many games in parallel, of several kinds, behind one send and recv (S2, S13, S14).
+
+The only place that knows emulators: lives, ends, automatic restarts, no-op starts, serving. Rows are ordered by task:
+row r plays tasks[r // envs].
+"""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple, Protocol
+
+import gymnasium as gym
+import numpy as np
+from ale_py.vector_env import AtariVectorEnv
+
+from presage.errors import UsageError
+from presage.games import AtariTask
+from presage.tasks import FRAME, STACK, StepResult, Task
+
+Array = np.ndarray[Any, np.dtype[Any]]
+Chooser = Callable[[Array, Array], Array]  # (stacks uint8 [N, 4, 84, 84], fresh bool [N]) -> actions int64 [N]
+
+MAX_FRAMES = 108_000  # an episode's cap, in emulator frames: 30 minutes of play
+SKIP = 4  # emulator frames a step
+
+
+class Step(NamedTuple):
+    """What came back, [N] each. Where an episode ended, frames already shows the first frame of the next one."""
+
+    frames: Array  # uint8 [N, 84, 84]
+    rewards: Array  # float32
+    died: Array  # bool
+    scored: Array  # bool
+    ended: Array  # bool
+
+
+class Pool(Protocol):
+    """Several copies of one task."""
+
+    def reset(self) -> Array: ...
+    def send(self, actions: Array) -> None: ...
+    def recv(self) -> Step: ...
+    def close(self) -> None: ...
+
+
+class AtariPool:
+    """ale-py's vector environment: frame skip 4, maximum of the last two frames, grey 84×84, unclipped rewards."""
+
+    def __init__(self, task: AtariTask, seeds: Array, sticky: float, threads: int, max_frames: int):
+        self.task, self.seeds = task, seeds
+        self.envs = AtariVectorEnv(
+            task.name,
+            len(seeds),
+            num_threads=threads,
+            max_num_frames_per_episode=max_frames,
+            repeat_action_probability=sticky,
+            autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,  # no frame is lost and no step is a mere restart
+            img_height=FRAME,
+            img_width=FRAME,
+            stack_num=1,  # frames are stacked where they are used, so that each is kept once
+            frameskip=SKIP,
+            noop_max=0,  # the Arena does nothing by itself, in steps that are recorded
+            reward_clipping=False,
+            use_fire_reset=False,
+        )
+
+    def reset(self) -> Array:
+        frames, info = self.envs.reset(seed=self.seeds)
+        self.lives: Array = info["lives"].copy()
+        return frames[:, 0]
+
+    def send(self, actions: Array) -> None:
+        self.envs.send(actions)
+
+    def recv(self) -> Step:
+        frames, rewards, terminated, truncated, info = self.envs.recv()
+        ended = terminated | truncated
+        if self.task.death == "lives":
+            died = terminated | (~ended & (info["lives"] < self.lives))  # after an end, lives are the next episode's
+        elif self.task.death == "negative_reward":
+            died = rewards < 0
+        else:
+            died = terminated
+        self.lives = info["lives"].copy()
+        return Step(frames[:, 0], rewards.astype(np.float32), died, rewards > 0, ended)
+
+    def close(self) -> None:
+        self.envs.close()
+
+
+class GymPool:
+    """Copies of a Gymnasium environment, one after the other."""
+
+    def __init__(self, task: Task, seeds: Array):
+        self.task, self.seeds = task, seeds
+        self.envs = [task.make() for _ in seeds]
+        actions = getattr(self.envs[0].action_space, "n", None)
+        if actions != len(task.controls):
+            raise UsageError(
+                f"{task.name}: the environment has {self.envs[0].action_space} but the task has {len(task.controls)} "
+                "controls; there must be one for each discrete action."
+            )
+
+    def reset(self) -> Array:
+        return np.stack([self._frame(e.reset(seed=int(s))[0]) for e, s in zip(self.envs, self.seeds, strict=True)])
+
+    def send(self, actions: Array) -> None:
+        self.actions = actions
+
+    def recv(self) -> Step:
+        return Step(*map(np.stack, zip(*map(self._step, self.envs, self.actions), strict=True)))
+
+    def close(self) -> None:
+        for env in self.envs:
+            env.close()
+
+    def _step(self, env: gym.Env[Any, Any], action: int) -> tuple[Array, ...]:
+        observation, reward, terminated, truncated, info = env.step(int(action))
+        result = StepResult(float(reward), bool(terminated), bool(truncated), info)
+        died, scored = self._rule("died", result), self._rule("scored", result)
+        ended = result.terminated or result.truncated
+        frame = self._frame(env.reset()[0] if ended else observation)
+        return frame, np.float32(result.reward), np.bool_(died), np.bool_(scored), np.bool_(ended)  # type: ignore[return-value]
+
+    def _rule(self, name: str, result: StepResult) -> bool:
+        answer = getattr(self.task, name)(result)
+        if not isinstance(answer, bool | np.bool_):
+            raise UsageError(f"{self.task.name}: the rule {name} must return True or False, not {answer!r}.")
+        return bool(answer)
+
+    def _frame(self, observation: Any) -> Array:
+        frame = self.task.frame(observation)
+        if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.shape != (FRAME, FRAME):
+            got = f"{frame.dtype} {list(frame.shape)}" if isinstance(frame, np.ndarray) else type(frame).__name__
+            raise UsageError(f"{self.task.name}: frame must return uint8 [{FRAME}, {FRAME}], not {got}.")
+        return frame
+
+
+class Arena:
+    """`envs` games of each task. Everything that happens follows from the seed and the actions."""
+
+    def __init__(
+        self,
+        tasks: Sequence[Task],
+        envs: int,
+        seed: Sequence[int],
+        noop_max: int = 30,
+        sticky: float = 0.0,
+        threads: int = 0,
+        max_frames: int = MAX_FRAMES,
+    ):
+        self.tasks, self.envs, self.noop_max = tuple(tasks), envs, noop_max
+        self.rows = len(tasks) * envs
+        self.task_of = np.repeat(np.arange(len(tasks)), envs)  # [N]
+        self.randoms = [np.random.default_rng([*seed, row]) for row in range(self.rows)]
+        seeds = np.array([random.integers(2**31 - 1) for random in self.randoms], np.int32).reshape(-1, envs)
+        self.pools: list[Pool] = [
+            AtariPool(task, s, sticky, threads, max_frames) if isinstance(task, AtariTask) else GymPool(task, s)
+            for task, s in zip(tasks, seeds, strict=True)
+        ]
+        self.noop = np.array([task.noop for task in tasks])[self.task_of]
+        self.serve = np.array([-1 if task.serve is None else task.serve for task in tasks])[self.task_of]
+
+    def reset(self) -> Array:
+        """Start every game; its first frames [N, 84, 84]."""
+        self.noops_left = np.zeros(self.rows, np.int64)
+        self.serve_due = np.zeros(self.rows, bool)
+        self._start(np.ones(self.rows, bool))
+        return np.concatenate([pool.reset() for pool in self.pools])
+
+    def send(self, actions: Array) -> Array:
+        """Play one step; the actions really played: doing nothing at first (S13), serving when due (S14)."""
+        idle = self.noops_left > 0
+        serving = ~idle & self.serve_due
+        played = np.where(idle, self.noop, np.where(serving, self.serve, actions))
+        self.noops_left -= idle
+        self.serve_due &= ~serving
+        for pool, part in zip(self.pools, np.split(played, len(self.pools)), strict=True):
+            pool.send(np.ascontiguousarray(part))
+        return played
+
+    def recv(self) -> Step:
+        step = Step(*map(np.concatenate, zip(*(pool.recv() for pool in self.pools), strict=True)))
+        self.serve_due |= step.died & (self.serve >= 0)
+        self._start(step.ended)
+        return step
+
+    def close(self) -> None:
+        for pool in self.pools:
+            pool.close()
+
+    def _start(self, fresh: Array) -> None:
+        for row in np.flatnonzero(fresh):
+            self.noops_left[row] = self.randoms[row].integers(self.noop_max + 1)
+        self.serve_due |= fresh & (self.serve >= 0)
+
+
+class Turn(NamedTuple):
+    """One step of every game, [N] each: what was seen, what was played, what came of it."""
+
+    frames: Array  # uint8 [N, 84, 84]: the newest frame before the action
+    actions: Array  # int64, as really played
+    rewards: Array
+    died: Array
+    scored: Array
+    ended: Array
+
+
+def play(arena: Arena, choose: Chooser) -> Iterator[Turn]:
+    """The game loop, for ever: collecting, evaluating and watching all fold over it."""
+    frames = arena.reset()
+    fresh = np.ones(arena.rows, bool)
+    stacks = np.empty((arena.rows, STACK, FRAME, FRAME), np.uint8)
+    while True:
+        # A new episode's first frame fills the whole stack: frames of the one before are never shown (S2).
+        stacks[:, :-1] = np.where(fresh[:, None, None, None], frames[:, None], stacks[:, 1:])
+        stacks[:, -1] = frames
+        actions = arena.send(choose(stacks, fresh))
+        seen, (frames, *outcome) = frames, arena.recv()
+        yield Turn(seen, actions, *outcome)
+        fresh = outcome[-1]

@@ -1,0 +1,122 @@
+"""Cases to learn from: drawn by iteration weight (S16), made into tensors, prepared while the last update runs."""
+
+import queue
+import threading
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from presage.arena import Array
+from presage.events import targets
+from presage.store import Store
+from presage.tasks import Spec, Task
+
+
+class Batch(NamedTuple):
+    frames: Tensor  # uint8 [B, 4, 84, 84]
+    controls: Tensor  # float32 [B, H, 3]
+    died: Tensor  # bool [B, H]
+    scored: Tensor  # bool [B, H]
+    mask: Tensor  # bool [B, H]
+
+
+def controls_table(tasks: Sequence[Task | Spec]) -> Tensor:
+    """float32 [tasks, most actions, 3], padded with zeros."""
+    table = torch.zeros(len(tasks), max(len(task.controls) for task in tasks), 3)
+    for i, task in enumerate(tasks):
+        table[i, : len(task.controls)] = torch.tensor(task.controls)
+    return table
+
+
+def iteration_weight(iteration: int, growth: float, every: int) -> float:
+    """1, 1, 1, 3, 3, 3, 9, …"""
+    return float(growth ** ((iteration - 1) // every))
+
+
+class Sampler:
+    """Draws an iteration by its weight, a task evenly, then one of their cases evenly."""
+
+    def __init__(self, store: Store, growth: float, every: int, seed: Sequence[int]):
+        self.seed = list(seed)
+        spans = [span for span in store.spans if not span.heldout]
+        cells = sorted({(span.iteration, span.task) for span in spans})
+        weights = np.array([iteration_weight(iteration, growth, every) for iteration, _ in cells])
+        self.chances = weights / weights.sum()
+        parts = [[span for span in spans if (span.iteration, span.task) == cell] for cell in cells]
+        # Spans of a cell lie anywhere; a case number within the cell is turned into a row through their cumulated sizes.
+        self.sizes = np.array([sum(s.stop - s.start for s in part) for part in parts])
+        self.starts = [np.array([s.start for s in part]) for part in parts]
+        self.ends = [np.cumsum([s.stop - s.start for s in part]) for part in parts]
+
+    def rows(self, update: int, size: int) -> Array:
+        """The same rows for the same update, whatever came before: so a resumed run needs no generator's state."""
+        random = np.random.default_rng([*self.seed, update])
+        cells = random.choice(len(self.chances), size, p=self.chances)
+        cases = random.integers(self.sizes[cells])
+        out = np.empty(size, np.int64)
+        for cell in np.unique(cells):
+            of_cell = cells == cell
+            part = np.searchsorted(self.ends[cell], cases[of_cell], side="right")
+            before = np.concatenate([[0], self.ends[cell][:-1]])
+            out[of_cell] = self.starts[cell][part] + cases[of_cell] - before[part]
+        return out
+
+
+def assemble(store: Store, rows: Array, table: Tensor, horizon: int) -> Batch:
+    """The batch of these rows; table from controls_table."""
+    index = torch.from_numpy(rows)
+    actions, events = store.window(index, horizon)
+    tasks = torch.from_numpy(task_of_rows(store, rows))
+    controls = table[tasks[:, None], actions.long()]
+    return Batch(store.stacks(index), controls, *targets((events & 1) > 0, (events & 2) > 0, (events & 4) > 0))
+
+
+def task_of_rows(store: Store, rows: Array) -> Array:
+    starts = np.array([span.start for span in store.spans])
+    tasks = np.array([span.task for span in store.spans])
+    return np.asarray(tasks[np.searchsorted(starts, rows, side="right") - 1])
+
+
+def heldout_rows(store: Store, task: int, most: int) -> Array:
+    """At most `most` held-out cases of a task, evenly spread over everything held out so far."""
+    parts = [np.arange(span.start, span.stop) for span in store.spans if span.heldout and span.task == task]
+    rows = np.concatenate(parts)
+    return np.asarray(rows[np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64)])
+
+
+def stream(store: Store, sampler: Sampler, updates: range, size: int, horizon: int) -> Iterator[Batch]:
+    """Batches for these updates in order, prepared by a thread a few ahead."""
+    table = controls_table(store.tasks)
+    ready: queue.Queue[Batch | BaseException] = queue.Queue(4)
+    stop = threading.Event()
+
+    def hand_over(item: Batch | BaseException) -> None:
+        while not stop.is_set():
+            try:
+                return ready.put(item, timeout=0.1)
+            except queue.Full:
+                continue
+
+    def prepare() -> None:
+        try:
+            for update in updates:
+                if stop.is_set():
+                    return
+                hand_over(assemble(store, sampler.rows(update, size), table, horizon))
+        except BaseException as error:  # handed to the thread that trains, where it is raised
+            hand_over(error)
+
+    thread = threading.Thread(target=prepare, daemon=True)
+    thread.start()
+    try:
+        for _ in updates:
+            item = ready.get()
+            if isinstance(item, BaseException):
+                raise item
+            yield item
+    finally:
+        stop.set()
+        thread.join()

@@ -1,0 +1,221 @@
+"""The commands. Results go to standard output, progress to standard error; each error is one sentence."""
+
+import json as json_module
+import sys
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Annotated, Any
+
+import tyro
+from rich.console import Console
+from rich.table import Table
+
+from presage import __version__
+from presage.config import PRESETS, Config, check, preset
+from presage.errors import RunError, UsageError, nearest
+
+Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
+OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
+
+
+def games() -> None:
+    """List the games: controls, death rule, threshold, reference scores."""
+    from presage.games import atari_games, atari_task
+
+    table = Table("game", "actions", "dies when", "random", "human", "source", title="Games one can play alone")
+    rules = {"lives": "a life is lost", "negative_reward": "the opponent scores", "game_over": "the game ends"}
+    for name in atari_games():
+        task = atari_task(name)
+        scores = ["" if score is None else f"{score:,.1f}" for score in (task.random, task.human)]
+        table.add_row(name, str(len(task.controls)), rules[task.death], *scores, task.source)
+    Console().print(table)
+
+
+@dataclass(frozen=True)
+class Train:
+    """Train one network on several games at once. The same command on the same folder goes on where it stopped."""
+
+    run: Path
+    """The run's folder."""
+    config: Config = field(default_factory=Config)
+
+
+def train(arguments: Sequence[str]) -> None:
+    """Train one network on several games at once; the same command on the same folder goes on."""
+    wanted = _value_of(arguments, "--preset")
+    folder = _value_of(arguments, "--run")
+    if wanted is None and folder is not None and (Path(folder) / "config.json").exists():
+        from presage.agent import read_config
+
+        default = read_config(Path(folder))[0]
+    else:
+        default = preset(wanted or "quickstart")
+    parsed = tyro.cli(
+        Train, prog="presage train", args=list(arguments), default=Train(run=tyro.MISSING, config=default), config=OPTIONS
+    )
+    check(parsed.config)
+    from presage.games import find
+    from presage.run import carry_out
+
+    carry_out(parsed.config, find(parsed.config.games), parsed.run)
+
+
+def evaluate(
+    run: Folder,
+    games: tuple[str, ...] = (),
+    episodes: int = 30,
+    k: int | None = None,
+    iteration: int | None = None,
+    seed: int = 0,
+    sticky: float = 0.0,
+    random: bool = False,
+    json: bool = False,
+) -> None:
+    """Score a run's agent, or an exported one, on full episodes.
+
+    Args:
+        run: The run's folder, or an exported agent's.
+        games: Games to play; all it was trained on unless told.
+        episodes: Full episodes a game.
+        k: Sequences imagined a step; what the next iteration would use unless told.
+        iteration: Which iteration's network; the newest unless told.
+        seed: Of no-op starts and imagined sequences.
+        sticky: Chance that the emulator repeats the previous action.
+        random: Play at random instead, in the same way: the score to beat.
+        json: Print one JSON object on standard output and nothing else there.
+    """
+    from presage.agent import load
+    from presage.evaluation import evaluate as score
+    from presage.run import add_line
+
+    result = score(load(run, iteration), games or None, episodes, k, seed, random, sticky)
+    if (run / "config.json").exists():
+        add_line(run / "evaluations.jsonl", result)
+    if json:
+        print(json_module.dumps(result))
+        return
+    player = "random play" if random else f"iteration {result['iteration']}, k = {result['k']}"
+    table = Table("game", "mean", "95 % interval", "episodes", "random", "human", "human-normalised", title=player)
+    for name, game in result["games"].items():
+        low, high = game["ci95"]
+        known = [_number(game["random"]), _number(game["human"]), _number(game["human_normalized"])]
+        table.add_row(name, _number(game["mean"]), f"{low:.2f} … {high:.2f}", str(game["episodes"]), *known)
+    Console().print(table)
+
+
+def play(run: Folder, game: str = "", video: Path | None = None, seed: int = 0, iteration: int | None = None) -> None:
+    """Play one full episode and tell its score; with --video, film what the network sees.
+
+    Args:
+        run: The run's folder, or an exported agent's.
+        game: Which game; the first it was trained on unless told.
+        video: Write an MP4 here.
+        seed: Of the no-op start and the imagined sequences.
+        iteration: Which iteration's network; the newest unless told.
+    """
+    from presage.agent import load
+    from presage.replay import episode
+
+    print(json_module.dumps(episode(load(run, iteration), game, seed, video)))
+
+
+def report(runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")], out: Path) -> None:
+    """Make tables (CSV), figures (SVG, PNG) and one self-contained page of one or more runs.
+
+    Args:
+        runs: The runs' folders.
+        out: The folder to write.
+    """
+    from presage.report import write
+
+    print(write(runs, out))
+
+
+def bench(seconds: float = 5.0, device: str = "auto", games: tuple[str, ...] = PRESETS["paper"].games, json: bool = False) -> None:
+    """Measure every stage's speed and its ratio to the raw emulator and the plain PyTorch path.
+
+    Args:
+        seconds: How long to measure each stage.
+        device: auto, cpu or cuda.
+        games: Games to measure with.
+        json: Print one JSON object on standard output and nothing else there.
+    """
+    from presage.bench import measure
+
+    result = measure(seconds, device, games)
+    if json:
+        print(json_module.dumps(result))
+        return
+    table = Table("what", "value", title=f"presage {__version__} on {result['device']}")
+    for name, value in result.items():
+        table.add_row(name, f"{value:,.3f}" if isinstance(value, float) else str(value))
+    Console().print(table)
+
+
+def doctor() -> None:
+    """Tell versions, device, ROMs, memory and disk, and what would be slow here."""
+    from presage.bench import examine
+
+    table = Table("what", "found", title="presage doctor")
+    for name, value in examine().items():
+        table.add_row(name, value)
+    Console().print(table)
+
+
+COMMANDS: dict[str, Callable[..., None]] = {
+    command.__name__: command for command in (games, train, evaluate, play, report, bench, doctor)
+}
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    words = list(sys.argv[1:] if arguments is None else arguments)
+    try:
+        run_command(words)
+    except UsageError as error:
+        sys.exit(_fail(error, 2))
+    except RunError as error:
+        sys.exit(_fail(error, 1))
+    except KeyboardInterrupt:
+        from presage.progress import Interrupted
+
+        how = "saved; the same command goes on from here." if isinstance(sys.exception(), Interrupted) else "stopped."
+        sys.exit(_fail(how, 130))
+
+
+def run_command(words: list[str]) -> None:
+    if not words or words[0] in ("-h", "--help"):
+        print("presage: one network that foresees death and score, and plays by planning with it.\n\nCommands:")
+        for name, command in COMMANDS.items():
+            print(f"  presage {name:<9} {(command.__doc__ or '').splitlines()[0]}")
+        print("\n`presage COMMAND --help` tells more.")
+        return
+    if words[0] == "--version":
+        print(__version__)
+        return
+    if words[0] not in COMMANDS:
+        raise UsageError(f"there is no command {words[0]!r}{nearest(words[0], COMMANDS)} `presage --help` lists them.")
+    command = COMMANDS[words[0]]
+    if command is train:
+        train(words[1:])
+    else:
+        tyro.cli(command, prog=f"presage {words[0]}", args=words[1:], config=OPTIONS)
+
+
+def _value_of(arguments: Sequence[str], flag: str) -> str | None:
+    """The value given for a flag, read before the parser knows its defaults."""
+    for i, word in enumerate(arguments):
+        if word == flag and i + 1 < len(arguments):
+            return arguments[i + 1]
+        if word.startswith(flag + "="):
+            return word.partition("=")[2]
+    return None
+
+
+def _number(value: float | None) -> str:
+    return "" if value is None else f"{value:,.2f}"
+
+
+def _fail(error: Any, status: int) -> int:
+    print(f"presage: {error}", file=sys.stderr)
+    return status

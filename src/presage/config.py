@@ -1,0 +1,284 @@
+"""Every number of an experiment, with its meaning; the presets; and what is refused."""
+
+import dataclasses
+import types
+import typing
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from presage.errors import UsageError, nearest
+
+Schedule = tuple[tuple[int, float], ...]  # (from this iteration on, value), first entry at iteration 1
+
+
+def at(schedule: Schedule, iteration: int) -> float:
+    """The value in force at an iteration."""
+    return [value for start, value in schedule if start <= iteration][-1]
+
+
+@dataclass(frozen=True)
+class DataConfig:
+    """How much is played, and how."""
+
+    first_steps: int = 400_000
+    """Cases a game in iteration 1, played at random."""
+    later_steps: int = 200_000
+    """Cases a game in every later iteration, played by planning."""
+    heldout_steps: int = 8_000
+    """Further cases a game and iteration that are never trained on."""
+    shard_steps: int = 100_000
+    """Cases a game in one shard: what an interruption repeats at most."""
+    envs: int = 16
+    """Games of each kind played in parallel."""
+    noop_max: int = 30
+    """Each episode starts with 0 to this many steps of doing nothing."""
+    sticky: float = 0.0
+    """Chance that the emulator repeats the previous action instead (0: as in the paper)."""
+    horizon: int = 25
+    """Steps looked ahead."""
+
+
+@dataclass(frozen=True)
+class ModelConfig:
+    """Perception -> Prediction -> Valuation."""
+
+    prediction: Literal["rrnn", "lstm", "plain"] = "rrnn"
+    """The recurrent part: the paper's RRNN, an LSTM of equal size, or the RRNN without its residual path."""
+    channels: tuple[int, int, int] = (32, 64, 64)
+    """Channels of Perception's three stages."""
+    state_size: int = 100
+    """Numbers in h, the state that Prediction moves forward."""
+    hidden_size: int = 500
+    """Width of f, the function inside the RRNN."""
+
+
+@dataclass(frozen=True)
+class TrainConfig:
+    """One training phase."""
+
+    updates: int = 48_000
+    """Parameter updates an iteration."""
+    batch_size: int = 100
+    """Cases in an update."""
+    lr: Schedule = ((1, 1e-4), (4, 5e-5), (7, 1e-5))
+    """Adam's learning rate: pairs of (from iteration, value)."""
+    lr_decay: Literal["halve", "cosine"] = "halve"
+    """Within an iteration: halved for its second half (the paper), or a short warm-up, then a cosine down to zero."""
+    weight_decay: float = 1e-4
+    """L2 penalty, added to the gradient."""
+    clamp: float = 1.0
+    """Each gradient component is clamped to plus or minus this."""
+    weight_growth: float = 3.0
+    """Factor by which the sampling weight of newer iterations grows ..."""
+    weight_every: int = 3
+    """... each time this many iterations have passed."""
+    checkpoint_every: int = 2_000
+    """Updates between checkpoints inside a training phase."""
+    trainable: Literal["all", "valuation"] = "all"
+    """Train the whole network, or Valuation alone with the rest frozen."""
+    init_from: str = ""
+    """Start from the network of this run or export instead of a random one."""
+
+
+@dataclass(frozen=True)
+class PlanConfig:
+    """How plans are made."""
+
+    k: Schedule = ((1, 25), (4, 100), (7, 200))
+    """Control sequences imagined at each step: pairs of (from iteration, number)."""
+    thresholds: dict[str, float] = field(default_factory=dict)
+    """Fixed bound on P(died) for a game, instead of that game's own schedule (`presage games` shows it)."""
+
+
+@dataclass(frozen=True)
+class MachineConfig:
+    """What may differ between machines, and between a run and its continuation."""
+
+    device: str = "auto"
+    """auto, cpu or cuda."""
+    threads: int = 0
+    """Threads of the emulator and of PyTorch; 0: all cores."""
+    memory_gib: float = 0.0
+    """Memory for frames; more than that is streamed from disk. 0: two fifths of this machine's."""
+
+
+@dataclass(frozen=True)
+class Config:
+    """One experiment."""
+
+    preset: Literal["paper", "quickstart", "debug"] = "paper"
+    """Where every other default comes from."""
+    games: tuple[str, ...] = ("pong", "breakout", "demon_attack")
+    """Games to learn at once, with one network."""
+    seed: int = 0
+    """Everything random follows from this number."""
+    iterations: int = 19
+    """Rounds of collecting and training."""
+    evaluate_episodes: int = 0
+    """Full episodes a game played after each iteration; 0: none, evaluate later with `presage evaluate`."""
+    data: DataConfig = DataConfig()
+    plan: PlanConfig = field(default_factory=PlanConfig)
+    model: ModelConfig = ModelConfig()
+    train: TrainConfig = TrainConfig()
+    machine: MachineConfig = MachineConfig()
+
+
+PRESETS: dict[str, Config] = {
+    # Every number of the paper.
+    "paper": Config(),
+    # Ten minutes on two CPU cores: little data, a narrow Perception, a high learning rate.
+    "quickstart": Config(
+        preset="quickstart",
+        iterations=2,
+        data=DataConfig(first_steps=40_000, later_steps=8_000, heldout_steps=2_400, shard_steps=8_000, envs=16),
+        model=ModelConfig(channels=(16, 32, 32), hidden_size=250),
+        train=TrainConfig(updates=2_500, lr=((1, 1e-3),), lr_decay="cosine", checkpoint_every=500),
+    ),
+    # Every path in seconds: nothing is learned.
+    "debug": Config(
+        preset="debug",
+        iterations=2,
+        evaluate_episodes=0,
+        data=DataConfig(first_steps=128, later_steps=64, heldout_steps=64, shard_steps=64, envs=2, noop_max=5),
+        model=ModelConfig(channels=(4, 4, 4), state_size=16, hidden_size=16),
+        train=TrainConfig(updates=10, batch_size=8, lr=((1, 1e-3),), checkpoint_every=4),
+        plan=PlanConfig(k=((1, 4),)),
+    ),
+}
+
+GROUPS = tuple(f.name for f in dataclasses.fields(Config) if dataclasses.is_dataclass(f.type))
+
+
+def preset(name: str) -> Config:
+    if name not in PRESETS:
+        raise UsageError(f"there is no preset {name!r}{nearest(name, PRESETS)} The presets: {', '.join(PRESETS)}.")
+    return PRESETS[name]
+
+
+def with_fields(config: Config, **fields: Any) -> Config:
+    """A copy with fields of any group replaced by name: with_fields(config, seed=3, updates=100)."""
+    home = {f.name: group for group in GROUPS for f in dataclasses.fields(getattr(config, group))}
+    top = {f.name for f in dataclasses.fields(Config)} - set(GROUPS) - {"preset"}
+    for name, value in fields.items():
+        if name in top:
+            config = dataclasses.replace(config, **{name: _typed(Config, name, value)})
+        elif name in home:
+            group = getattr(config, home[name])
+            group = dataclasses.replace(group, **{name: _typed(type(group), name, value)})
+            config = dataclasses.replace(config, **{home[name]: group})
+        else:
+            raise UsageError(f"there is no setting {name!r}{nearest(name, [*top, *home])}")
+    return check(config)
+
+
+def to_json(config: Config) -> dict[str, Any]:
+    return dataclasses.asdict(config)
+
+
+def from_json(data: dict[str, Any]) -> Config:
+    """The inverse of to_json; unknown or ill-typed entries are refused by name."""
+    flat: dict[str, Any] = {}
+    for name, value in data.items():
+        flat |= value if name in GROUPS else {name: value}
+    base = preset(flat.pop("preset", "paper"))
+    return with_fields(base, **flat)
+
+
+def check(config: Config) -> Config:
+    """The same config, once it makes sense."""
+    data, train, model = config.data, config.train, config.model
+    whole = {
+        "iterations": config.iterations,
+        "first_steps": data.first_steps,
+        "later_steps": data.later_steps,
+        "heldout_steps": data.heldout_steps,
+        "shard_steps": data.shard_steps,
+        "envs": data.envs,
+        "horizon": data.horizon,
+        "updates": train.updates,
+        "batch_size": train.batch_size,
+        "weight_every": train.weight_every,
+        "checkpoint_every": train.checkpoint_every,
+        "state_size": model.state_size,
+        "hidden_size": model.hidden_size,
+        "channels": min(model.channels),
+    }
+    for name, value in whole.items():
+        if value < 1:
+            raise UsageError(f"{name} must be at least 1, not {value}.")
+    not_negative = {
+        "seed": config.seed,
+        "evaluate_episodes": config.evaluate_episodes,
+        "noop_max": data.noop_max,
+        "sticky": data.sticky,
+        "weight_decay": train.weight_decay,
+        "clamp": train.clamp,
+        "weight_growth": train.weight_growth,
+        "threads": config.machine.threads,
+        "memory_gib": config.machine.memory_gib,
+        **{f"thresholds[{game}]": value for game, value in config.plan.thresholds.items()},
+    }
+    for name, number in not_negative.items():
+        if not number >= 0:  # catches NaN too
+            raise UsageError(f"{name} must not be negative, not {number}.")
+    if data.sticky > 1:
+        raise UsageError(f"sticky is a chance between 0 and 1, not {data.sticky}.")
+    for name, steps in (("first_steps", data.first_steps), ("later_steps", data.later_steps)):
+        if steps % data.shard_steps:
+            raise UsageError(f"{name} ({steps}) must be a multiple of shard_steps ({data.shard_steps}).")
+    for name, steps in (("shard_steps", data.shard_steps), ("heldout_steps", data.heldout_steps)):
+        if steps % data.envs:
+            raise UsageError(f"{name} ({steps}) must be a multiple of envs ({data.envs}).")
+    for name, schedule in (("lr", train.lr), ("k", config.plan.k)):
+        starts = [start for start, _ in schedule]
+        if not schedule or starts[0] != 1 or starts != sorted(set(starts)) or min(v for _, v in schedule) <= 0:
+            raise UsageError(f"{name} needs pairs of (from iteration, value > 0) that start at iteration 1: {schedule}.")
+    if not config.games or len(set(config.games)) != len(config.games):
+        raise UsageError(f"games must name at least one game, each once: {', '.join(config.games) or 'none given'}.")
+    return config
+
+
+def differences(ours: Config, theirs: Config) -> list[str]:
+    """Names and values that differ, apart from what belongs to the machine."""
+    a, b = to_json(ours), to_json(theirs)
+    found = []
+    for group in (*GROUPS, None):
+        if group == "machine":
+            continue
+        mine, other = (a[group], b[group]) if group else (a, b)
+        skip = set(GROUPS) | {"preset"} if group is None else set()
+        found += [f"{n} ({mine[n]} here, {other[n]} in the run)" for n in mine if n not in skip and mine[n] != other[n]]
+    return found
+
+
+def _typed(owner: type, name: str, value: Any) -> Any:
+    hint = typing.get_type_hints(owner)[name]
+    try:
+        return _coerce(hint, value)
+    except (TypeError, ValueError):
+        raise UsageError(f"{name} cannot be {value!r}; it is {_describe(hint)}.") from None
+
+
+def _coerce(hint: Any, value: Any) -> Any:
+    """JSON and Python callers may write lists for tuples and whole numbers for floats; nothing else is bent."""
+    origin, args = typing.get_origin(hint), typing.get_args(hint)
+    if origin is Literal:
+        if value in args:
+            return value
+    elif origin is tuple and isinstance(value, list | tuple):
+        inner = args[:1] * len(value) if args[-1] is Ellipsis else args
+        if len(inner) == len(value):
+            return tuple(_coerce(kind, item) for kind, item in zip(inner, value, strict=True))
+    elif origin is dict and isinstance(value, dict):
+        return {_coerce(args[0], k): _coerce(args[1], v) for k, v in value.items()}
+    elif hint is float and isinstance(value, int | float) and not isinstance(value, bool):
+        return float(value)
+    elif isinstance(hint, type) and type(value) is hint and not isinstance(hint, types.GenericAlias):
+        return value
+    raise ValueError
+
+
+def _describe(hint: Any) -> str:
+    if typing.get_origin(hint) is Literal:
+        return "one of " + ", ".join(typing.get_args(hint))
+    return str(getattr(hint, "__name__", hint)) if isinstance(hint, type) else str(hint)

@@ -1,0 +1,102 @@
+"""The score that counts: full episodes from no-op starts, never only those that ended in time, with an interval."""
+
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+
+from presage.agent import Agent
+from presage.arena import MAX_FRAMES, Arena, Array, Chooser, play
+from presage.collect import random_chooser, whole_seed
+from presage.errors import UsageError
+from presage.games import find
+from presage.progress import Bar
+from presage.tasks import Spec, Task
+
+ARENA, CHOOSER = 4, 5  # which generator a seed is for
+PARALLEL = 32  # episodes of a game at a time
+RESAMPLES = 10_000
+
+
+def evaluate(
+    agent: Agent,
+    games: Sequence[str | Task] | None = None,
+    episodes: int = 30,
+    k: int | None = None,
+    seed: int = 0,
+    random: bool = False,
+    sticky: float = 0.0,
+    max_frames: int = MAX_FRAMES,
+) -> dict[str, Any]:
+    """Scores of full episodes in each game; random=True plays uniformly random actions in the same way instead."""
+    if episodes < 1 or (k is not None and k < 1) or seed < 0:
+        raise UsageError(f"episodes and k must be at least 1 and the seed not negative: {episodes}, {k}, {seed}.")
+    tasks = find(list(agent.specs) if games is None else games)
+    results = {t.name: _game(agent, t, episodes, k, seed, random, sticky, max_frames) for t in tasks}
+    return {
+        "iteration": agent.iteration,
+        "k": agent.k if k is None else k,
+        "policy": "random" if random else "planned",
+        "seed": seed,
+        "sticky": sticky,
+        "games": results,
+    }
+
+
+def _game(
+    agent: Agent, task: Task, episodes: int, k: int | None, seed: int, random: bool, sticky: float, max_frames: int
+) -> dict[str, Any]:
+    rows = min(episodes, PARALLEL)
+    arena = Arena([task], rows, (seed, ARENA), sticky=sticky, max_frames=max_frames)
+    quota = np.full(rows, episodes // rows) + (np.arange(rows) < episodes % rows)  # episodes each row still owes
+    chooser = random_chooser([task], rows, whole_seed(seed, CHOOSER))
+    planner = agent.planner([Spec.of(task)] * rows, whole_seed(seed, CHOOSER), k)
+
+    def choose(stacks: Array, fresh: Array) -> Array:
+        """Plan only for games whose result still counts."""
+        owing = np.flatnonzero(quota)
+        actions = np.zeros(rows, np.int64)
+        actions[owing] = planner(stacks[owing], fresh[owing], owing)
+        return actions
+
+    chosen: Chooser = chooser if random else choose
+    scores, steps = fold_episodes(arena, chosen, quota, f"{'random play' if random else 'evaluate'}: {task.name}")
+    arena.close()
+    mean = float(np.mean(scores))
+    return {
+        "mean": mean,
+        "ci95": list(bootstrap(scores, seed)),
+        "episodes": len(scores),
+        "steps": steps,
+        "random": task.random,
+        "human": task.human,
+        "human_normalized": task.normalized(mean),
+        "scores": scores,
+    }
+
+
+def fold_episodes(arena: Arena, choose: Chooser, quota: Array, title: str) -> tuple[list[float], int]:
+    """Play until every row has finished its quota of episodes; their scores and the steps they took."""
+    scores: list[float] = []
+    running, steps = np.zeros(arena.rows), 0
+    with Bar(title, int(quota.sum()), "episodes") as bar:
+        for turn in play(arena, choose):
+            counting = quota > 0
+            steps += int(counting.sum())
+            running += turn.rewards
+            ended = turn.ended & counting
+            scores += running[ended].tolist()
+            running[turn.ended] = 0
+            quota -= ended
+            bar.advance(int(ended.sum()), f"mean {np.mean(scores):.2f}" if scores else None)
+            if not quota.any():
+                return scores, steps
+    raise AssertionError("play never ends by itself")
+
+
+def bootstrap(scores: Sequence[float], seed: int) -> tuple[float, float]:
+    """The 95 % interval of the mean, by resampling the episodes."""
+    values = np.asarray(scores)
+    draws = np.random.default_rng(seed).integers(len(values), size=(RESAMPLES, len(values)))
+    low, high = np.percentile(values[draws].mean(1), [2.5, 97.5])
+    return float(low), float(high)

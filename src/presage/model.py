@@ -1,0 +1,176 @@
+"""The network: Perception -> Prediction -> Valuation (S4–S9). It is never told which game it sees."""
+
+import math
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from presage.config import ModelConfig
+from presage.tasks import FRAME, STACK
+
+CONTROL = 3  # numbers in a control
+OUTCOMES = 2  # died, scored
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int):
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(channels)
+        self.conv2 = nn.Conv2d(channels, channels, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(channels)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.relu(self.norm1(self.conv1(x)))
+        return F.relu(x + self.norm2(self.conv2(y)))
+
+
+class Perception(nn.Module):
+    """Four frames -> h0. Three stages, each a strided layer and a residual block, all with batch norm and ReLU (S4)."""
+
+    def __init__(self, channels: tuple[int, int, int], state_size: int):
+        super().__init__()
+        stages: list[nn.Module] = []
+        before, side = STACK, FRAME
+        for after, (kernel, stride) in zip(channels, ((8, 4), (4, 2), (3, 2)), strict=True):
+            stages += [nn.Conv2d(before, after, kernel, stride, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
+            stages += [ResidualBlock(after)]
+            before, side = after, (side - kernel) // stride + 1  # 84 -> 20 -> 9 -> 4
+        self.stages = nn.Sequential(*stages)
+        self.out = nn.Linear(before * side * side, state_size)
+
+    def forward(self, frames: Tensor) -> Tensor:
+        x = frames.float() / 255  # [B, 4, 84, 84]
+        return self.out(self.stages(x).flatten(1))  # type: ignore[no-any-return]  # [B, S]
+
+
+class RRNN(nn.Module):
+    """r = f(LN(h)·x), h' = h + r. With residual=False: h' = f(LN(h)·x), the ablation (S5, S8)."""
+
+    def __init__(self, state_size: int, hidden_size: int, residual: bool):
+        super().__init__()
+        self.residual = residual
+        self.f1 = nn.Linear(state_size + CONTROL, hidden_size)
+        self.f2 = nn.Linear(hidden_size, state_size)
+
+    def forward(self, h: Tensor, controls: Tensor) -> Tensor:
+        """h: [B, S], controls: [B, H, 3] -> the states after each step [B, H, S]."""
+        states = []
+        for x in controls.unbind(1):
+            h = self.step(h, x)
+            states.append(h)
+        return torch.stack(states, 1)
+
+    def last(self, h: Tensor, controls: Tensor) -> Tensor:
+        """The state after the last step only [B, S]."""
+        for x in controls.unbind(1):
+            h = self.step(h, x)
+        return h
+
+    def step(self, h: Tensor, x: Tensor) -> Tensor:
+        # ReLU comes before each linear layer, so that r may be negative; the control does not go through it.
+        inner = torch.cat([F.relu(layer_norm(h)), x], 1)  # [B, S + 3]
+        r: Tensor = self.f2(F.relu(self.f1(inner)))
+        return h + r if self.residual else r
+
+
+class LSTM(nn.Module):
+    """An LSTM of as many parameters as the RRNN, with linear maps from h0 to its cell and from its output to h (S8)."""
+
+    def __init__(self, state_size: int, hidden_size: int):
+        super().__init__()
+        cells = self.equal_cells(state_size, hidden_size)
+        self.enter = nn.Linear(state_size, cells)
+        self.cell = nn.LSTM(CONTROL, cells, batch_first=True)
+        self.leave = nn.Linear(cells, state_size)
+
+    @staticmethod
+    def equal_cells(state_size: int, hidden_size: int) -> int:
+        """n cells have 4n² + (2S + 21)n + S parameters, enter and leave included; solved for the RRNN's number."""
+        rrnn = (state_size + CONTROL + 1) * hidden_size + (hidden_size + 1) * state_size
+        b = 2 * state_size + 1 + 4 * (CONTROL + 2)
+        return max(1, round((math.sqrt(b * b + 16 * (rrnn - state_size)) - b) / 8))
+
+    def forward(self, h: Tensor, controls: Tensor) -> Tensor:
+        cell = self.enter(h)[None]
+        out, _ = self.cell(controls, (torch.tanh(cell), cell))
+        return self.leave(out)  # type: ignore[no-any-return]
+
+    def last(self, h: Tensor, controls: Tensor) -> Tensor:
+        return self(h, controls)[:, -1]  # type: ignore[no-any-return]
+
+
+class Valuation(nn.Module):
+    """A state -> logits of P(died), P(scored) (S7)."""
+
+    def __init__(self, state_size: int):
+        super().__init__()
+        self.inner = nn.Linear(state_size, state_size)
+        self.out = nn.Linear(state_size, OUTCOMES)
+
+    def forward(self, h: Tensor) -> Tensor:
+        return self.out(F.relu(self.inner(layer_norm(h))))  # type: ignore[no-any-return]  # [..., 2]
+
+
+def layer_norm(h: Tensor) -> Tensor:
+    """Mean 0 and standard deviation 1, nothing learned: so no component exceeds √n (S6)."""
+    return F.layer_norm(h, h.shape[-1:])
+
+
+class Outlook(NamedTuple):
+    """Probabilities for each imagined sequence."""
+
+    died: Tensor
+    scored: Tensor
+
+
+class Model(nn.Module):
+    def __init__(self, config: ModelConfig):
+        super().__init__()
+        self.perception = Perception(config.channels, config.state_size)
+        self.prediction: RRNN | LSTM
+        if config.prediction == "lstm":
+            self.prediction = LSTM(config.state_size, config.hidden_size)
+        else:
+            self.prediction = RRNN(config.state_size, config.hidden_size, residual=config.prediction == "rrnn")
+        self.valuation = Valuation(config.state_size)
+
+    def forward(self, frames: Tensor, controls: Tensor) -> Tensor:
+        """frames [B, 4, 84, 84], controls [B, H, 3] -> logits [B, H, 2] after each step."""
+        return self.valuation(self.prediction(self.perception(frames), controls))  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def perceive(self, frames: Tensor) -> Tensor:
+        return self.perception(frames)  # type: ignore[no-any-return]
+
+    @torch.inference_mode()
+    def imagine(self, h: Tensor, controls: Tensor) -> Outlook:
+        """h [N, S], controls [N, k, H, 3] -> P after the last step [N, k]."""
+        n, k = controls.shape[:2]
+        last = self.prediction.last(h.repeat_interleave(k, 0), controls.flatten(0, 1))  # [N * k, S]
+        return _outlook(self.valuation(last).view(n, k, OUTCOMES))
+
+    @torch.inference_mode()
+    def imagine_steps(self, h: Tensor, controls: Tensor) -> Outlook:
+        """As imagine, but P after every step [N, k, H]: what a person looks at."""
+        n, k, horizon = controls.shape[:3]
+        states = self.prediction(h.repeat_interleave(k, 0), controls.flatten(0, 1))  # [N * k, H, S]
+        return _outlook(self.valuation(states).view(n, k, horizon, OUTCOMES))
+
+    def parameters_by_part(self) -> dict[str, int]:
+        parts = {"perception": self.perception, "prediction": self.prediction, "valuation": self.valuation}
+        return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+
+
+def _outlook(logits: Tensor) -> Outlook:
+    return Outlook(*logits.sigmoid().unbind(-1))
+
+
+def loss(logits: Tensor, died: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
+    """Mean binary cross-entropy over both outcomes and all unmasked steps (S21)."""
+    wanted = torch.stack([died, scored], -1).float()  # [B, H, 2]
+    each = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
+    weight = mask[..., None].float()
+    return (each * weight).sum() / (weight.sum() * OUTCOMES)

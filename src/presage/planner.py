@@ -1,0 +1,90 @@
+"""Playing by imagining: many control sequences, their outcomes, a choice, and why (S17–S20).
+
+Knows neither networks nor games: it is given a function that tells what comes of control sequences.
+"""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from presage.arena import Array
+from presage.model import Outlook
+
+Imagine = Callable[[Tensor, Tensor], Outlook]  # (state [N, S], controls [N, k, H, 3]) -> P(died), P(scored), [N, k] each
+Perceive = Callable[[Tensor], Tensor]  # frames uint8 [N, 4, 84, 84] -> state [N, S]
+
+
+class Choice(NamedTuple):
+    index: Tensor  # int64 [N]: the sequence chosen
+    safe: Tensor  # bool [N, k]: P(died) under the threshold
+
+
+class Plan(NamedTuple):
+    """What was considered for N games, and what was chosen."""
+
+    actions: Tensor  # int64 [N, k, H]: the sequences; the first is the last plan carried on, where there was one
+    outlook: Outlook  # [N, k] each, after the last step
+    choice: Choice
+
+    @property
+    def best(self) -> Tensor:
+        """The chosen sequences, int64 [N, H]."""
+        return self.actions[torch.arange(len(self.actions)), self.choice.index]
+
+
+def choose(outlook: Outlook, threshold: Tensor) -> Choice:
+    """Among safe sequences the likeliest to score; where none is safe, the least likely to die (S18).
+
+    Ties go to the lower index: a plan carried on beats a new one that promises no more. threshold: [N].
+    """
+    safe = outlook.died < threshold[:, None]
+    best_safe = outlook.scored.masked_fill(~safe, -1.0).argmax(1)
+    return Choice(torch.where(safe.any(1), best_safe, outlook.died.argmin(1)), safe)
+
+
+class Planner:
+    """Plans for `rows` games at once, each with its own actions and threshold, and remembers their last plans."""
+
+    def __init__(
+        self,
+        perceive: Perceive,
+        imagine: Imagine,
+        tables: Tensor,  # float32 [N, most actions, 3]: each row's controls
+        action_counts: Tensor,  # int64 [N]
+        thresholds: Tensor,  # float32 [N]
+        k: int,
+        horizon: int,
+        generator: torch.Generator,
+    ):
+        self.perceive, self.imagine = perceive, imagine
+        self.tables, self.action_counts, self.thresholds = tables, action_counts, thresholds
+        self.k, self.horizon, self.generator = k, horizon, generator
+        self.carried = torch.zeros(len(tables), horizon, dtype=torch.int64)
+
+    def candidates(self, rows: Tensor, fresh: Tensor) -> Tensor:
+        """k sequences a row, uniformly random; the first is last step's best moved up by one, unless fresh (S17)."""
+        counts = self.action_counts[rows][:, None, None]
+        uniform = torch.rand(len(rows), self.k, self.horizon, generator=self.generator)
+        actions = (uniform * counts).long().clamp(max=counts - 1)  # u * n may round up to n
+        moved_on = torch.cat([self.carried[rows, 1:], actions[:, 0, -1:]], 1)
+        actions[:, 0] = torch.where(fresh[:, None], actions[:, 0], moved_on)
+        return actions
+
+    def plan(self, frames: Tensor, fresh: Tensor, rows: Tensor) -> Plan:
+        """frames: uint8 [len(rows), 4, 84, 84]; fresh: bool, an episode starts here."""
+        actions = self.candidates(rows, fresh)
+        controls = self.tables[rows[:, None, None], actions]  # [N, k, H, 3]
+        outlook = self.imagine(self.perceive(frames), controls)
+        outlook = Outlook(outlook.died.cpu(), outlook.scored.cpu())
+        plan = Plan(actions, outlook, choose(outlook, self.thresholds[rows]))
+        self.carried[rows] = plan.best
+        return plan
+
+    def __call__(self, stacks: Array, fresh: Array, rows: Array | None = None) -> Array:
+        """The first actions of the chosen plans: an arena's Chooser."""
+        index = torch.arange(len(stacks)) if rows is None else torch.from_numpy(rows)
+        plan = self.plan(torch.from_numpy(stacks), torch.from_numpy(fresh), index)
+        return np.asarray(plan.best[:, 0].numpy())

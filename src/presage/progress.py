@@ -1,0 +1,82 @@
+"""Progress on standard error: a live bar on a terminal, a line now and then in a log file."""
+
+import signal
+import threading
+import time
+from types import FrameType, TracebackType
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+console = Console(stderr=True, highlight=False)
+LOG_SECONDS = 30.0  # between two lines where there is no terminal
+
+
+def say(text: str) -> None:
+    console.print(text)
+
+
+class Bar:
+    """One long stage: how far, how fast, how much longer."""
+
+    def __init__(self, title: str, total: int, unit: str, start: int = 0):
+        self.title, self.total, self.unit, self.done, self.start = title, total, unit, start, start
+        self.began = self.told = time.monotonic()
+        self.live: Progress | None = None
+        self.note = ""
+
+    def __enter__(self) -> "Bar":
+        if console.is_terminal:
+            columns = (TextColumn("{task.description:<32}"), BarColumn(30), MofNCompleteColumn())
+            times = (TextColumn("{task.fields[note]}"), TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn())
+            self.live = Progress(*columns, *times, console=console)
+            self.live.start()
+            self.task = self.live.add_task(self.title, total=self.total, completed=self.done, note="")
+        return self
+
+    def advance(self, steps: int = 1, note: str | None = None) -> None:
+        """A note stays until the next one."""
+        self.done += steps
+        self.note = self.note if note is None else note
+        now = time.monotonic()
+        text = f"{(self.done - self.start) / max(now - self.began, 1e-9):,.0f} {self.unit}/s  {self.note}"
+        if self.live:
+            self.live.update(self.task, completed=self.done, note=text)
+        elif now - self.told > LOG_SECONDS:
+            self.told = now
+            say(f"{self.title}: {self.done:,} of {self.total:,} · {text}")
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        if self.live:
+            self.live.stop()
+        elif kind is None:
+            seconds = time.monotonic() - self.began
+            say(f"{self.title}: {self.done:,} {self.unit} in {seconds:.1f} s")
+
+
+class Interrupted(KeyboardInterrupt):
+    """A person asked to stop; everything is saved."""
+
+
+class Interrupt:
+    """While entered, Ctrl-C (or a polite kill) is noted and the work stops at the next safe place; twice: at once."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def __enter__(self) -> "Interrupt":
+        self.main = threading.current_thread() is threading.main_thread()
+        if self.main:
+            self.before = {s: signal.signal(s, self._note) for s in (signal.SIGINT, signal.SIGTERM)}
+        return self
+
+    def _note(self, number: int, frame: FrameType | None) -> None:  # noqa: ARG002
+        if self.wanted:
+            raise KeyboardInterrupt
+        self.wanted = True
+        say("stopping after this step …")
+
+    def __exit__(self, *_: object) -> None:
+        if self.main:
+            for number, handler in self.before.items():
+                signal.signal(number, handler)

@@ -1,0 +1,207 @@
+"""The run on one screen: play, store, learn, look, save; and again. The same call on the same folder goes on."""
+
+import fcntl
+import json
+import os
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from presage import __version__, checkpoint
+from presage.agent import Agent, device_of, load, read_config
+from presage.checkpoint import Position
+from presage.collect import collect_shard
+from presage.config import Config, differences, preset, to_json, with_fields
+from presage.errors import RunError, UsageError
+from presage.evaluation import evaluate
+from presage.files import write_bytes, write_json
+from presage.games import find
+from presage.model import Model
+from presage.progress import Interrupt, say
+from presage.store import HELDOUT, Store, budget, machine_memory, shard_numbers, shard_path
+from presage.tasks import Spec, Task
+from presage.training import heldout, make_optimizer, train_phase
+
+
+@dataclass(frozen=True)
+class Run:
+    """A run's folder."""
+
+    path: Path
+    config: Config
+
+    def agent(self, iteration: int | None = None) -> Agent:
+        return load(self.path, iteration)
+
+    def metrics(self, stage: str | None = None) -> list[dict[str, Any]]:
+        """What was measured, oldest first."""
+        return [line for line in read_lines(self.path / "metrics.jsonl") if stage in (None, line["stage"])]
+
+    def evaluations(self) -> list[dict[str, Any]]:
+        return read_lines(self.path / "evaluations.jsonl")
+
+
+def train(
+    preset: str = "quickstart", run: str | Path = "runs/quickstart", games: Sequence[str | Task] | None = None, **fields: Any
+) -> Run:
+    """Train one network on several tasks in the folder `run`, or go on with what is there; fields as in config.py."""
+    tasks = find(preset_config(preset).games if games is None else games)
+    config = with_fields(preset_config(preset), games=tuple(task.name for task in tasks), **fields)
+    return carry_out(config, tasks, Path(run))
+
+
+preset_config = preset  # train's argument has the same name
+
+
+def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
+    device = device_of(config.machine.device)
+    unknown = set(config.plan.thresholds) - set(config.games)
+    if unknown:
+        raise UsageError(f"thresholds name {', '.join(sorted(unknown))}, which this run does not play.")
+    agree(path, config, tasks)
+    with locked(path), Interrupt() as interrupt:
+        threads(config)
+        model, optimizer, position = restore(path, config, device)
+        if position == Position(config.iterations, position.update, finished=True):
+            say(f"{path} is finished: {config.iterations} iterations. `presage evaluate {path}` plays with it.")
+            return Run(path, config)
+        metrics = Metrics(path, position)
+        space = budget(config, len(tasks), machine_memory())
+        counts = model.parameters_by_part()
+        say(f"network: {', '.join(f'{n:,} {name}' for name, n in counts.items())} parameters, on {device}")
+        say(f"data: {space}")
+        store = Store(tasks, space, device)
+        for iteration in range(1, config.iterations + 1):
+            # Play, unless it was played before.
+            for shard in shard_numbers(config, iteration):
+                files = [shard_path(path, iteration, shard, task.name) for task in tasks]
+                if not all(file.exists() for file in files):
+                    agent = None if iteration == 1 else load(path, iteration - 1, config.machine.device)
+                    metrics.log("collect", iteration, collect_shard(path, config, tasks, agent, iteration, shard, interrupt))
+                for index, file in enumerate(files):
+                    store.add(file, iteration, index, heldout=shard == HELDOUT)
+            if position.finished and iteration <= position.iteration:
+                continue
+
+            # Learn.
+            def save(update: int, iteration: int = iteration) -> None:
+                checkpoint.save(path, Position(iteration, update, finished=False), model, optimizer)
+
+            start = position.update if iteration == position.iteration else 0
+            train_phase(model, optimizer, store, config, iteration, start, save, metrics.logger("train", iteration), interrupt)
+            save(config.train.updates)
+
+            # Look, and save.
+            known = heldout(model, store, config)
+            metrics.log("heldout", iteration, {"games": known})
+            for name, game in known.items():
+                say(f"  {name}: held-out loss {game['cross_entropy']:.4f}, constant {game['baseline_cross_entropy']:.4f}")
+            if config.evaluate_episodes:
+                agent = Agent(model, [Spec.of(task) for task in tasks], config, iteration, device)
+                add_line(path / "evaluations.jsonl", evaluate(agent, tasks, config.evaluate_episodes, seed=config.seed))
+            checkpoint.save(path, Position(iteration, config.train.updates, finished=True), model, optimizer)
+        return Run(path, config)
+
+
+def agree(path: Path, config: Config, tasks: Sequence[Task]) -> None:
+    """Note down what a new run is to do; of an old one, see that it is the same."""
+    if (path / "config.json").exists():
+        theirs, specs = read_config(path)
+        found = differences(config, theirs)
+        if [Spec.of(task) for task in tasks] != specs and not found:
+            found = ["the tasks' controls or thresholds"]
+        if found:
+            raise UsageError(f"{path} was started with other settings: {'; '.join(found)}. Choose another --run folder.")
+        return
+    if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        raise UsageError(f"{path} is not a run and not empty: choose another --run folder.")
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UsageError(f"cannot make the folder {path}: {error.strerror}.") from None
+    head = {"format": checkpoint.FORMAT, "version": __version__}
+    write_json(path / "config.json", head | to_json(config) | {"tasks": [Spec.of(task)._asdict() for task in tasks]})
+
+
+def restore(path: Path, config: Config, device: torch.device) -> tuple[Model, torch.optim.Adam, Position]:
+    """The network as the newest checkpoint left it, or a new one."""
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(config.seed)
+        model = Model(config.model)
+    position = checkpoint.newest(path)
+    if position is None and config.train.init_from:
+        model.load_state_dict(donor(config).model.state_dict())
+    model.to(device)
+    optimizer = make_optimizer(model, config.train)
+    if position is None:
+        return model, optimizer, Position(1, 0, finished=False)
+    checkpoint.load(path, position, model, optimizer)
+    say(f"going on with {path} after {position.folder}")
+    return model, optimizer, position
+
+
+def donor(config: Config) -> Agent:
+    agent = load(config.train.init_from, device="cpu")
+    if agent.config.model != config.model:
+        raise UsageError(f"the network in {config.train.init_from} has another shape than this run's model settings.")
+    return agent
+
+
+def threads(config: Config) -> None:
+    if config.machine.threads:
+        torch.set_num_threads(config.machine.threads)
+
+
+@contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Only one process at a time works on a run; the lock goes with the process, however it ends."""
+    with (path / ".lock").open("w") as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except OSError:
+            raise RunError(f"another process is working on {path}; wait for it, or stop it first.") from None
+        yield
+
+
+class Metrics:
+    """metrics.jsonl. What an interrupted process logged beyond its last checkpoint is dropped: it will come again."""
+
+    def __init__(self, run: Path, position: Position):
+        self.path = run / "metrics.jsonl"
+        lines = [line for line in read_lines(self.path) if self._stands(line, run, position)]
+        write_bytes(self.path, "".join(json.dumps(line) + "\n" for line in lines).encode())
+
+    @staticmethod
+    def _stands(line: dict[str, Any], run: Path, position: Position) -> bool:
+        if line["stage"] == "collect":
+            return all(shard_path(run, line["iteration"], line["shard"], game).exists() for game in line["games"])
+        if line["iteration"] != position.iteration:
+            return bool(line["iteration"] < position.iteration)
+        return position.finished or (line["stage"] == "train" and line["update"] <= position.update)
+
+    def log(self, stage: str, iteration: int, values: dict[str, Any]) -> None:
+        add_line(self.path, {"stage": stage, "iteration": iteration, **values})
+
+    def logger(self, stage: str, iteration: int) -> Any:
+        return lambda values: self.log(stage, iteration, values)
+
+
+def add_line(path: Path, content: dict[str, Any]) -> None:
+    try:
+        with path.open("a") as file:
+            file.write(json.dumps(content) + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise RunError(f"cannot write {path}: {error.strerror}.") from error
+
+
+def read_lines(path: Path) -> list[dict[str, Any]]:
+    """The whole lines; one that a killed process left half-written is passed over."""
+    if not path.exists():
+        return []
+    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]

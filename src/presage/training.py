@@ -1,0 +1,143 @@
+"""One training phase, and what the network then knows about cases it has never seen (S21–S23)."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from presage.batches import Batch, Sampler, assemble, controls_table, heldout_rows, stream
+from presage.config import Config, TrainConfig, at
+from presage.errors import RunError
+from presage.model import Model, loss
+from presage.progress import Bar, Interrupt, Interrupted
+from presage.store import Store
+
+SAMPLER = 3  # which generator a seed is for
+LOG_EVERY = 100  # updates
+HELDOUT_CASES = 2_000  # a game
+WARM_UP = 100  # updates, with lr_decay = cosine
+
+
+def learning_rate(config: TrainConfig, iteration: int, update: int) -> float:
+    base = at(config.lr, iteration)
+    if config.lr_decay == "halve":
+        return base if update < config.updates / 2 else base / 2
+    warm = min(1.0, (update + 1) / WARM_UP)
+    return base * warm * (0.5 + 0.5 * math.cos(math.pi * update / config.updates))
+
+
+def make_optimizer(model: Model, config: TrainConfig) -> torch.optim.Adam:
+    """Adam with L2 weight decay in the gradient, as in 2016 (S22); only the parts that are to be trained."""
+    for part in (model.perception, model.prediction):
+        part.requires_grad_(config.trainable == "all")
+    trained = [p for p in model.parameters() if p.requires_grad]
+    return torch.optim.Adam(trained, lr=0.0, weight_decay=config.weight_decay, fused=True)
+
+
+def update_once(model: Model, optimizer: torch.optim.Adam, batch: Batch, clamp: float) -> Tensor:
+    """Forward, backward, clamp, step; the loss."""
+    value = loss(model(batch.frames, batch.controls), batch.died, batch.scored, batch.mask)
+    optimizer.zero_grad()
+    value.backward()  # type: ignore[no-untyped-call]
+    torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], clamp)
+    optimizer.step()
+    return value.detach()
+
+
+def train_phase(
+    model: Model,
+    optimizer: torch.optim.Adam,
+    store: Store,
+    config: Config,
+    iteration: int,
+    start: int,
+    save: Callable[[int], None],
+    log: Callable[[dict[str, Any]], None],
+    interrupt: Interrupt,
+) -> None:
+    """Updates start … updates - 1 of an iteration; save(n) is called when n are done and it is time."""
+    train, device = config.train, store.device
+    sampler = Sampler(store, train.weight_growth, train.weight_every, (config.seed, iteration, SAMPLER))
+    batches = stream(store, sampler, range(start, train.updates), train.batch_size, config.data.horizon)
+    model.train()
+    if train.trainable == "valuation":
+        model.perception.eval()  # a frozen Perception keeps its batch statistics
+    total, counted, waited, began = torch.zeros((), device=device), 0, 0.0, time.monotonic()
+    with Bar(f"iteration {iteration}: train", train.updates, "updates", start) as bar:
+        for update in range(start, train.updates):
+            asked = time.monotonic()
+            batch = Batch(*(t.to(device, non_blocking=True) for t in next(batches)))
+            waited += time.monotonic() - asked
+            lr = learning_rate(train, iteration, update)
+            optimizer.param_groups[0]["lr"] = lr
+            total += update_once(model, optimizer, batch, train.clamp)
+            counted += 1
+            done = update + 1
+            if done % LOG_EVERY == 0 or done == train.updates:
+                mean, seconds = float(total) / counted, time.monotonic() - began
+                if not math.isfinite(mean):
+                    raise RunError(
+                        f"the loss is {mean} near update {done} of iteration {iteration}; the last checkpoint is intact: "
+                        f"start again in another folder with a lower --lr."
+                    )
+                speed = {"updates_per_s": counted / seconds, "wait_fraction": waited / seconds}
+                log({"update": done, "loss": mean, "lr": lr, **speed})
+                total, counted, waited, began = torch.zeros((), device=device), 0, 0.0, time.monotonic()
+                bar.advance(0, f"loss {mean:.4f}")
+            bar.advance()
+            if interrupt.wanted:
+                save(done)
+                raise Interrupted
+            if done % train.checkpoint_every == 0 and done < train.updates:
+                save(done)
+
+
+@torch.inference_mode()
+def heldout(model: Model, store: Store, config: Config) -> dict[str, dict[str, Any]]:
+    """For each game, on cases never trained on: cross-entropy beside the best constant's, precision, recall, F1."""
+    model.eval()
+    table = controls_table(store.tasks)
+    games = {}
+    for index, task in enumerate(store.tasks):
+        rows = heldout_rows(store, index, HELDOUT_CASES)
+        parts = []
+        for some in np.array_split(rows, math.ceil(len(rows) / 250)):
+            batch = Batch(*(t.to(store.device) for t in assemble(store, some, table, config.data.horizon)))
+            logits = model(batch.frames, batch.controls)
+            parts.append((logits.sigmoid(), torch.stack([batch.died, batch.scored], -1), batch.mask))
+        p, happened, mask = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
+        games[task.name] = scores(p.double(), happened, mask)
+    return games
+
+
+def scores(p: Tensor, happened: Tensor, mask: Tensor) -> dict[str, Any]:
+    """p, happened: [B, H, 2]; mask: [B, H]."""
+    weight = mask[..., None].double()  # [B, H, 1]
+    # The strongest constant: for each step ahead and outcome the rate in this very set.
+    rate = (happened * weight).sum(0) / weight.sum(0).clamp(min=1)  # [H, 2]
+    return {
+        "cases": len(p),
+        "cross_entropy": cross_entropy(p, happened, weight),
+        "baseline_cross_entropy": cross_entropy(rate.expand_as(p), happened, weight),
+        **{name: detection(p[..., i], happened[..., i], mask) for i, name in enumerate(("died", "scored"))},
+    }
+
+
+def cross_entropy(p: Tensor, happened: Tensor, weight: Tensor) -> float:
+    sure = p.clamp(1e-12, 1 - 1e-12)
+    each = -torch.where(happened, sure.log(), (1 - sure).log())
+    return float((each * weight).sum() / (weight.sum() * p.shape[-1]))
+
+
+def detection(p: Tensor, happened: Tensor, mask: Tensor) -> dict[str, float]:
+    """Of 'this will happen' said where P > 1/2: how often right, and how much of what happened was foreseen."""
+    said, happened = (p > 0.5) & mask, happened & mask
+    right = float((said & happened).sum())
+    precision = right / max(float(said.sum()), 1.0)
+    recall = right / max(float(happened.sum()), 1.0)
+    f1 = 2 * precision * recall / max(precision + recall, 1e-12)
+    return {"precision": precision, "recall": recall, "f1": f1, "positives": float(happened.sum())}
