@@ -69,7 +69,9 @@ class Agent:
     def threshold(self, spec: Spec) -> float:
         return self.config.plan.thresholds.get(spec.name, at(spec.thresholds, self.iteration + 1))
 
-    def planner(self, specs: Sequence[Spec], seed: int, k: int | None = None, threshold: float | None = None) -> Planner:
+    def planner(
+        self, specs: Sequence[Spec], seed: int, k: int | None = None, threshold: float | None = None
+    ) -> Planner:
         """A planner for one game of each spec at a time (name a spec as often as its game is played)."""
         thresholds = [self.threshold(spec) if threshold is None else threshold for spec in specs]
         generator = torch.Generator().manual_seed(seed)
@@ -153,9 +155,7 @@ def checked_frames(frames: Any) -> tuple[Tensor, bool]:
     """uint8 [N, 4, 84, 84], and whether it was a single one."""
     array = frames.cpu().numpy() if isinstance(frames, Tensor) else np.asarray(frames)
     if array.dtype != np.uint8 or array.shape[-3:] != FRAMES or array.ndim not in (3, 4) or 0 in array.shape:
-        raise UsageError(
-            f"frames must be uint8 [4, 84, 84] or [N, 4, 84, 84], not {array.dtype} {list(array.shape)}."
-        )
+        raise UsageError(f"frames must be uint8 [4, 84, 84] or [N, 4, 84, 84], not {array.dtype} {list(array.shape)}.")
     single = array.ndim == 3
     return torch.from_numpy(np.ascontiguousarray(array[None] if single else array)), single
 

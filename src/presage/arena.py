@@ -65,7 +65,7 @@ class AtariPool:
     def reset(self) -> Array:
         frames, info = self.envs.reset(seed=self.seeds)
         self.lives: Array = info["lives"].copy()
-        return frames[:, 0]
+        return np.asarray(frames[:, 0])
 
     def send(self, actions: Array) -> None:
         self.envs.send(actions)

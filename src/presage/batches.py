@@ -46,7 +46,7 @@ class Sampler:
         weights = np.array([iteration_weight(iteration, growth, every) for iteration, _ in cells])
         self.chances = weights / weights.sum()
         parts = [[span for span in spans if (span.iteration, span.task) == cell] for cell in cells]
-        # Spans of a cell lie anywhere; a case number within the cell is turned into a row through their cumulated sizes.
+        # Spans of a cell lie anywhere; cumulated sizes turn the number of a case within the cell into its row.
         self.sizes = np.array([sum(s.stop - s.start for s in part) for part in parts])
         self.starts = [np.array([s.start for s in part]) for part in parts]
         self.ends = [np.cumsum([s.stop - s.start for s in part]) for part in parts]

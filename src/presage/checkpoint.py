@@ -87,7 +87,9 @@ def load(run: Path, position: Position, model: Model, optimizer: torch.optim.Ada
     try:
         load_model(folder, model)
         state = read_json(folder / "state.json")
-        _restore(optimizer, read_tensors(folder / "optimizer.safetensors", _recorded(state, folder, "optimizer.safetensors")))
+        _restore(
+            optimizer, read_tensors(folder / "optimizer.safetensors", _recorded(state, folder, "optimizer.safetensors"))
+        )
     except RunError as error:
         raise RunError(f"{error} Delete {folder} to go on from the checkpoint before it.") from None
 
@@ -96,7 +98,9 @@ def check_format(number: object, where: Path) -> None:
     if not isinstance(number, int):
         raise RunError(f"{where} is damaged: it does not say its format.")
     if number > FORMAT:
-        raise RunError(f"{where} was written by a newer presage (format {number}, this one reads {FORMAT}): upgrade presage.")
+        raise RunError(
+            f"{where} was written by a newer presage (format {number}, this one reads {FORMAT}): upgrade presage."
+        )
 
 
 def _recorded(state: dict[str, object], folder: Path, name: str) -> str:

@@ -52,7 +52,11 @@ def train(arguments: Sequence[str]) -> None:
     else:
         default = preset(wanted or "quickstart")
     parsed = tyro.cli(
-        Train, prog="presage train", args=list(arguments), default=Train(run=tyro.MISSING, config=default), config=OPTIONS
+        Train,
+        prog="presage train",
+        args=list(arguments),
+        default=Train(run=tyro.MISSING, config=default),
+        config=OPTIONS,
     )
     check(parsed.config)
     from presage.games import find
@@ -132,7 +136,9 @@ def report(runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg
     print(write(runs, out))
 
 
-def bench(seconds: float = 5.0, device: str = "auto", games: tuple[str, ...] = PRESETS["paper"].games, json: bool = False) -> None:
+def bench(
+    seconds: float = 5.0, device: str = "auto", games: tuple[str, ...] = PRESETS["paper"].games, json: bool = False
+) -> None:
     """Measure every stage's speed and its ratio to the raw emulator and the plain PyTorch path.
 
     Args:

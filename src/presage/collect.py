@@ -37,7 +37,13 @@ def random_chooser(tasks: Sequence[Task], envs: int, seed: int) -> Chooser:
 
 
 def collect_shard(
-    run: Path, config: Config, tasks: Sequence[Task], agent: Agent | None, iteration: int, shard: int, interrupt: Interrupt
+    run: Path,
+    config: Config,
+    tasks: Sequence[Task],
+    agent: Agent | None,
+    iteration: int,
+    shard: int,
+    interrupt: Interrupt,
 ) -> dict[str, Any]:
     """Play one shard, at random where there is no agent yet; what it took and scored."""
     place, data = (config.seed, iteration, shard), config.data
@@ -50,7 +56,9 @@ def collect_shard(
         choose = agent.planner([Spec.of(task) for task in tasks for _ in range(data.envs)], seed)
     described = {"iteration": iteration, "shard": shard, "seed": config.seed, "planned": agent is not None}
     writers = [
-        ShardWriter(shard_path(run, iteration, shard, task.name), task, slice(i * data.envs, (i + 1) * data.envs), described)
+        ShardWriter(
+            shard_path(run, iteration, shard, task.name), task, slice(i * data.envs, (i + 1) * data.envs), described
+        )
         for i, task in enumerate(tasks)
     ]
     began = time.monotonic()
@@ -75,5 +83,5 @@ def collect_shard(
         "seconds": seconds,
         "steps_per_s": steps * arena.rows / seconds,
         "bytes": sum(writer.path.stat().st_size for writer in writers),
-        "games": {name: {"episodes": e.count, "mean_score": e.mean} for name, e in episodes.items()},
+        "games": {name: {"episodes": e.number, "mean_score": e.mean} for name, e in episodes.items()},
     }

@@ -232,7 +232,9 @@ def check(config: Config) -> Config:
     for name, schedule in (("lr", train.lr), ("k", config.plan.k)):
         starts = [start for start, _ in schedule]
         if not schedule or starts[0] != 1 or starts != sorted(set(starts)) or min(v for _, v in schedule) <= 0:
-            raise UsageError(f"{name} needs pairs of (from iteration, value > 0) that start at iteration 1: {schedule}.")
+            raise UsageError(
+                f"{name} needs pairs of (from iteration, value > 0) that start at iteration 1: {schedule}."
+            )
     if not config.games or len(set(config.games)) != len(config.games):
         raise UsageError(f"games must name at least one game, each once: {', '.join(config.games) or 'none given'}.")
     return config

@@ -15,7 +15,7 @@ class Targets(NamedTuple):
 
 
 def targets(died: Tensor, scored: Tensor, last: Tensor) -> Targets:
-    """From what happened at each of the H steps, bool [B, H]; `last` marks the final step of an episode or recording."""
+    """From what happened at each of the H steps, bool [B, H]; `last`: an episode or a recording ends with this step."""
     died_by = died.int().cumsum(1) > 0
     scored_by = (scored.int().cumsum(1) > 0) & ~died_by
     ends_before = last.int().cumsum(1) - last.int()  # ends strictly before this step

@@ -3,10 +3,11 @@
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
+from pathlib import Path
 from typing import Literal
 
 import gymnasium as gym
-from ale_py import Action, ALEInterface, LoggerMode, roms
+from ale_py import ALEInterface, LoggerMode, roms
 
 from presage.config import Schedule
 from presage.errors import UsageError, nearest
@@ -131,8 +132,8 @@ def atari_task(name: str) -> AtariTask:
     """The game with its minimal action set, as the emulator knows it."""
     ALEInterface.setLoggerMode(LoggerMode.Error)
     emulator = ALEInterface()
-    emulator.loadROM(roms.get_rom_path(name))
-    actions = tuple(Action(action).name for action in emulator.getMinimalActionSet())
+    emulator.loadROM(Path(str(roms.get_rom_path(name))))
+    actions = tuple(action.name for action in emulator.getMinimalActionSet())
     random, human = PAPER_SCORES.get(name) or SCORES.get(name) or (None, None)
     return AtariTask(
         name=name,

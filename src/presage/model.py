@@ -38,11 +38,13 @@ class Perception(nn.Module):
             stages += [nn.Conv2d(before, after, kernel, stride, bias=False), nn.BatchNorm2d(after), nn.ReLU()]
             stages += [ResidualBlock(after)]
             before, side = after, (side - kernel) // stride + 1  # 84 -> 20 -> 9 -> 4
+        # Channels last: on a CPU the first layer alone is three times as fast so.
         self.stages = nn.Sequential(*stages)
+        self.stages.to(memory_format=torch.channels_last)  # type: ignore[call-overload]
         self.out = nn.Linear(before * side * side, state_size)
 
     def forward(self, frames: Tensor) -> Tensor:
-        x = frames.float() / 255  # [B, 4, 84, 84]
+        x = frames.to(torch.float32, memory_format=torch.channels_last) / 255  # [B, 4, 84, 84]
         return self.out(self.stages(x).flatten(1))  # type: ignore[no-any-return]  # [B, S]
 
 

@@ -13,12 +13,14 @@ from torch import Tensor
 from presage.arena import Array
 from presage.model import Outlook
 
-Imagine = Callable[[Tensor, Tensor], Outlook]  # (state [N, S], controls [N, k, H, 3]) -> P(died), P(scored), [N, k] each
+Imagine = Callable[
+    [Tensor, Tensor], Outlook
+]  # (state [N, S], controls [N, k, H, 3]) -> P(died), P(scored), [N, k] each
 Perceive = Callable[[Tensor], Tensor]  # frames uint8 [N, 4, 84, 84] -> state [N, S]
 
 
 class Choice(NamedTuple):
-    index: Tensor  # int64 [N]: the sequence chosen
+    chosen: Tensor  # int64 [N]: which sequence
     safe: Tensor  # bool [N, k]: P(died) under the threshold
 
 
@@ -32,7 +34,7 @@ class Plan(NamedTuple):
     @property
     def best(self) -> Tensor:
         """The chosen sequences, int64 [N, H]."""
-        return self.actions[torch.arange(len(self.actions)), self.choice.index]
+        return self.actions[torch.arange(len(self.actions)), self.choice.chosen]
 
 
 def choose(outlook: Outlook, threshold: Tensor) -> Choice:

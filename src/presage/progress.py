@@ -46,7 +46,9 @@ class Bar:
             self.told = now
             say(f"{self.title}: {self.done:,} of {self.total:,} · {text}")
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
         if self.live:
             self.live.stop()
         elif kind is None:

@@ -46,7 +46,10 @@ class Run:
 
 
 def train(
-    preset: str = "quickstart", run: str | Path = "runs/quickstart", games: Sequence[str | Task] | None = None, **fields: Any
+    preset: str = "quickstart",
+    run: str | Path = "runs/quickstart",
+    games: Sequence[str | Task] | None = None,
+    **fields: Any,
 ) -> Run:
     """Train one network on several tasks in the folder `run`, or go on with what is there; fields as in config.py."""
     tasks = find(preset_config(preset).games if games is None else games)
@@ -81,7 +84,9 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
                 files = [shard_path(path, iteration, shard, task.name) for task in tasks]
                 if not all(file.exists() for file in files):
                     agent = None if iteration == 1 else load(path, iteration - 1, config.machine.device)
-                    metrics.log("collect", iteration, collect_shard(path, config, tasks, agent, iteration, shard, interrupt))
+                    metrics.log(
+                        "collect", iteration, collect_shard(path, config, tasks, agent, iteration, shard, interrupt)
+                    )
                 for index, file in enumerate(files):
                     store.add(file, iteration, index, heldout=shard == HELDOUT)
             if position.finished and iteration <= position.iteration:
@@ -92,14 +97,17 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
                 checkpoint.save(path, Position(iteration, update, finished=False), model, optimizer)
 
             start = position.update if iteration == position.iteration else 0
-            train_phase(model, optimizer, store, config, iteration, start, save, metrics.logger("train", iteration), interrupt)
+            train_phase(
+                model, optimizer, store, config, iteration, start, save, metrics.logger("train", iteration), interrupt
+            )
             save(config.train.updates)
 
             # Look, and save.
             known = heldout(model, store, config)
             metrics.log("heldout", iteration, {"games": known})
             for name, game in known.items():
-                say(f"  {name}: held-out loss {game['cross_entropy']:.4f}, constant {game['baseline_cross_entropy']:.4f}")
+                loss, constant = game["cross_entropy"], game["baseline_cross_entropy"]
+                say(f"  {name}: held-out loss {loss:.4f}, the best constant's {constant:.4f}")
             if config.evaluate_episodes:
                 agent = Agent(model, [Spec.of(task) for task in tasks], config, iteration, device)
                 add_line(path / "evaluations.jsonl", evaluate(agent, tasks, config.evaluate_episodes, seed=config.seed))
@@ -115,7 +123,9 @@ def agree(path: Path, config: Config, tasks: Sequence[Task]) -> None:
         if [Spec.of(task) for task in tasks] != specs and not found:
             found = ["the tasks' controls or thresholds"]
         if found:
-            raise UsageError(f"{path} was started with other settings: {'; '.join(found)}. Choose another --run folder.")
+            raise UsageError(
+                f"{path} was started with other settings: {'; '.join(found)}. Choose another --run folder."
+            )
         return
     if path.exists() and (not path.is_dir() or any(path.iterdir())):
         raise UsageError(f"{path} is not a run and not empty: choose another --run folder.")

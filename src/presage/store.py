@@ -11,6 +11,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -49,7 +50,7 @@ def shard_length(config: Config, shard: int) -> int:
 class Episodes(NamedTuple):
     """What a shard's finished episodes scored."""
 
-    count: int
+    number: int
     mean: float | None
 
 
@@ -96,7 +97,7 @@ def finished_episodes(rewards: Tensor, ended: Tensor) -> Episodes:
     scores = []
     for reward, end in zip(rewards.numpy(), ended.numpy(), strict=True):
         bounds = np.concatenate([[0], np.flatnonzero(end) + 1])
-        scores += [float(reward[a:b].sum()) for a, b in zip(bounds[:-1], bounds[1:], strict=True)]
+        scores += [float(reward[a:b].sum()) for a, b in pairwise(bounds)]
     return Episodes(len(scores), float(np.mean(scores)) if scores else None)
 
 
@@ -109,7 +110,9 @@ def read_shard(path: Path) -> dict[str, Tensor]:
     try:
         recorded = checksum_path(path).read_text().split()[0]
     except (OSError, IndexError):
-        raise RunError(f"{path} has no readable checksum beside it; delete the shard and it will be played again.") from None
+        raise RunError(
+            f"{path} has no readable checksum beside it; delete the shard and it will be played again."
+        ) from None
     try:
         return read_tensors(path, recorded)
     except RunError as error:
@@ -118,7 +121,7 @@ def read_shard(path: Path) -> dict[str, Tensor]:
 
 def unpack(frames: Tensor, ends: Tensor) -> Iterator[Array]:
     """The frames uint8 [84, 84] behind the zlib streams."""
-    data = frames.numpy()
+    data = memoryview(frames.numpy())  # type: ignore[arg-type]
     start = 0
     for end in ends.tolist():
         yield np.frombuffer(zlib.decompress(data[start:end]), np.uint8).reshape(FRAME, FRAME)

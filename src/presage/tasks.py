@@ -1,4 +1,4 @@
-"""A task: any Gymnasium environment with discrete actions, and what counts as dying and scoring in it (S3, S10, S19)."""
+"""A task: any Gymnasium environment with discrete actions, and what dying and scoring mean in it (S3, S10, S19)."""
 
 import re
 from collections.abc import Callable
@@ -45,7 +45,11 @@ def positive_reward(step: StepResult) -> bool:
 def grey_84(observation: Any) -> Frame:
     """A picture [H, W] or [H, W, 3] of bytes as 84×84 grey; small pictures keep their sharp pixels."""
     picture = np.asarray(observation)
-    if picture.dtype != np.uint8 or picture.ndim not in (2, 3) or (picture.ndim == 3 and picture.shape[2] not in (1, 3)):
+    if (
+        picture.dtype != np.uint8
+        or picture.ndim not in (2, 3)
+        or (picture.ndim == 3 and picture.shape[2] not in (1, 3))
+    ):
         raise UsageError(
             f"an observation must be uint8 [H, W] or [H, W, 3], not {picture.dtype} {list(picture.shape)}; "
             "give the Task a frame=... function that turns it into such a picture."

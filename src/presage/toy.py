@@ -21,7 +21,7 @@ class GapGame(gym.Env[Frame, int]):
     """Actions: 0 stay, 1 left, 2 right."""
 
     observation_space = gym.spaces.Box(0, 255, (SIDE, SIDE), np.uint8)
-    action_space = gym.spaces.Discrete(3)
+    action_space: gym.spaces.Discrete = gym.spaces.Discrete(3)  # type: ignore[assignment]
 
     def reset(self, *, seed: int | None = None, options: dict[str, Any] | None = None) -> tuple[Frame, dict[str, Any]]:
         super().reset(seed=seed, options=options)

@@ -81,7 +81,7 @@ def train_phase(
                 mean, seconds = float(total) / counted, time.monotonic() - began
                 if not math.isfinite(mean):
                     raise RunError(
-                        f"the loss is {mean} near update {done} of iteration {iteration}; the last checkpoint is intact: "
+                        f"the loss is {mean} near update {done} of iteration {iteration}; the last checkpoint stands: "
                         f"start again in another folder with a lower --lr."
                     )
                 speed = {"updates_per_s": counted / seconds, "wait_fraction": waited / seconds}

@@ -1,0 +1,209 @@
+"""Runs made visible: tables (CSV), figures (SVG and PNG) and one page that needs nothing beside it."""
+
+import base64
+import csv
+import html
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from presage.agent import read_config
+from presage.errors import UsageError
+from presage.run import Run
+
+COLOURS = ("#2f6f9f", "#c8553d", "#588157", "#8d6a9f", "#b08900", "#4a4e69")
+GREY = "#8a8a8a"
+Rows = list[dict[str, Any]]
+
+
+def write(folders: Sequence[Path], out: Path) -> Path:
+    """The page's path."""
+    runs = [Run(folder, read_config(folder)[0]) for folder in folders]
+    if not any(run.metrics("heldout") for run in runs):
+        raise UsageError("there is nothing to report yet: no iteration of these runs is finished.")
+    out.mkdir(parents=True, exist_ok=True)
+    tables = {"learning": learning(runs), "heldout": heldout(runs), "scores": scores(runs), "speed": speed(runs)}
+    for name, rows in tables.items():
+        write_csv(out / f"{name}.csv", rows)
+    pictures = [draw_curves(runs, out / "curves"), draw_scores(tables["scores"], out / "scores")]
+    page = out / "index.html"
+    page.write_text(render(runs, tables, [picture for picture in pictures if picture]))
+    return page
+
+
+def learning(runs: Sequence[Run]) -> Rows:
+    keep = ("iteration", "update", "loss", "lr", "updates_per_s", "wait_fraction")
+    return [{"run": run.path.name, **{key: line[key] for key in keep}} for run in runs for line in run.metrics("train")]
+
+
+def heldout(runs: Sequence[Run]) -> Rows:
+    rows = []
+    for run in runs:
+        for line in run.metrics("heldout"):
+            for game, values in line["games"].items():
+                row = {"run": run.path.name, "iteration": line["iteration"], "game": game, "cases": values["cases"]}
+                row |= {name: values[name] for name in ("cross_entropy", "baseline_cross_entropy")}
+                row |= {f"{what}_{name}": values[what][name] for what in ("died", "scored") for name in values[what]}
+                rows.append(row)
+    return rows
+
+
+def scores(runs: Sequence[Run]) -> Rows:
+    rows = []
+    for run in runs:
+        for line in run.evaluations():
+            for game, values in line["games"].items():
+                row = {"run": run.path.name, "game": game, "policy": line["policy"], "iteration": line["iteration"]}
+                row |= {"k": line["k"], "seed": line["seed"], "mean": values["mean"]}
+                row |= {"ci95_low": values["ci95"][0], "ci95_high": values["ci95"][1], "episodes": values["episodes"]}
+                rows.append(row | {name: values[name] for name in ("random", "human", "human_normalized")})
+    return rows
+
+
+def speed(runs: Sequence[Run]) -> Rows:
+    rows = []
+    for run in runs:
+        played = run.metrics("collect")
+        for iteration in sorted({line["iteration"] for line in played}):
+            mine = [line for line in played if line["iteration"] == iteration]
+            steps, seconds = sum(x["steps"] for x in mine), sum(x["seconds"] for x in mine)
+            trained = [x for x in run.metrics("train") if x["iteration"] == iteration]
+            rows.append(
+                {
+                    "run": run.path.name,
+                    "iteration": iteration,
+                    "steps": steps,
+                    "steps_per_s": steps / seconds,
+                    "bytes_per_step": sum(x["bytes"] for x in mine) / steps,
+                    "updates_per_s": sum(x["updates_per_s"] for x in trained) / len(trained) if trained else None,
+                }
+            )
+    return rows
+
+
+def write_csv(path: Path, rows: Rows) -> None:
+    with path.open("w", newline="") as file:
+        writer = csv.DictWriter(file, list(rows[0]) if rows else ["empty"])
+        writer.writeheader()
+        writer.writerows(rows)
+
+
+def plotting() -> Any:
+    try:
+        import matplotlib
+    except ImportError:
+        raise UsageError("reports need matplotlib: pip install 'presage[report]'.") from None
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+
+    pyplot.rcParams.update(
+        {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "svg.hashsalt": "presage"}
+    )
+    return pyplot
+
+
+def save(figure: Any, stem: Path) -> Path:
+    figure.savefig(stem.with_suffix(".png"), dpi=150, bbox_inches="tight")
+    figure.savefig(stem.with_suffix(".svg"), bbox_inches="tight", metadata={"Date": None})
+    plotting().close(figure)
+    return stem.with_suffix(".svg")
+
+
+def draw_curves(runs: Sequence[Run], stem: Path) -> Path:
+    """Left the training loss over updates; right, for each game, what is left of the constant's held-out loss."""
+    figure, (left, right) = plotting().subplots(1, 2, figsize=(10, 3.6))
+    for i, run in enumerate(runs):
+        lines = run.metrics("train")
+        x = [(line["iteration"] - 1) * run.config.train.updates + line["update"] for line in lines]
+        left.plot(x, [line["loss"] for line in lines], color=COLOURS[i % len(COLOURS)], lw=1.4, label=run.path.name)
+    left.set(xlabel="updates", ylabel="training loss", ylim=(0, None))
+    left.legend(frameon=False)
+    bars = [(run, line, game) for run in runs for line in run.metrics("heldout") for game in line["games"]]
+    for i, (_, line, game) in enumerate(bars):
+        values = line["games"][game]
+        colour = COLOURS[list(line["games"]).index(game) % len(COLOURS)]
+        right.barh(i, values["baseline_cross_entropy"], color="#e3e3e3", height=0.7)
+        right.barh(i, values["cross_entropy"], color=colour, height=0.7)
+    names = [f"{game}, iteration {line['iteration']}" for _, line, game in bars]
+    right.set_yticks(
+        range(len(bars)),
+        names if len(runs) == 1 else [f"{r.path.name}: {n}" for (r, *_), n in zip(bars, names, strict=True)],
+    )
+    right.invert_yaxis()
+    right.set(xlabel="held-out cross-entropy (grey: the best constant)")
+    figure.tight_layout()
+    return save(figure, stem)
+
+
+def draw_scores(rows: Rows, stem: Path) -> Path | None:
+    """For each game every evaluation with its 95 % interval, random play in grey, the human score where it is near."""
+    names = list(dict.fromkeys(row["game"] for row in rows))
+    if not names:
+        return None
+    figure, axes = plotting().subplots(1, len(names), figsize=(3.4 * len(names), 3.2), squeeze=False)
+    for axis, game in zip(axes[0], names, strict=True):
+        mine = [row for row in rows if row["game"] == game]
+        for i, row in enumerate(mine):
+            colour = GREY if row["policy"] == "random" else COLOURS[0]
+            spread = [[row["mean"] - row["ci95_low"]], [row["ci95_high"] - row["mean"]]]
+            axis.errorbar([i], [row["mean"]], spread, fmt="o", color=colour, capsize=4)
+        labels = ["random" if row["policy"] == "random" else f"it. {row['iteration']}, k {row['k']}" for row in mine]
+        axis.set_xticks(range(len(mine)), labels, rotation=30, ha="right")
+        axis.set(title=game, xlim=(-0.6, len(mine) - 0.4))
+    axes[0][0].set_ylabel("score, mean and 95 % interval")
+    figure.tight_layout()
+    return save(figure, stem)
+
+
+def render(runs: Sequence[Run], tables: dict[str, Rows], pictures: Sequence[Path]) -> str:
+    images = "".join(
+        f'<img alt="{p.stem}" src="data:image/svg+xml;base64,{base64.b64encode(p.read_bytes()).decode()}">'
+        for p in pictures
+    )
+    sections = {"scores": "Scores", "heldout": "What it knows about cases it has never seen", "speed": "Speed"}
+    body = "".join(f"<h2>{title}</h2>{table_html(tables[name])}" for name, title in sections.items() if tables[name])
+    settings = "".join(
+        f"<details><summary>{html.escape(str(run.path))}</summary><pre>"
+        f"{html.escape((run.path / 'config.json').read_text())}</pre></details>"
+        for run in runs
+    )
+    return PAGE.format(
+        names=html.escape(", ".join(run.path.name for run in runs)), images=images, body=body, settings=settings
+    )
+
+
+def table_html(rows: Rows) -> str:
+    head = "".join(f"<th>{html.escape(name.replace('_', ' '))}</th>" for name in rows[0])
+    lines = "".join(
+        "<tr>" + "".join(f"<td>{html.escape(cell(value))}</td>" for value in row.values()) + "</tr>" for row in rows
+    )
+    return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
+
+
+def cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return "" if value is None else str(value)
+
+
+PAGE = """<!doctype html>
+<html lang="en"><meta charset="utf-8"><meta name="viewport" content="width=device-width">
+<title>presage: {names}</title>
+<style>
+:root {{ color-scheme: light dark; }}
+body {{ font: 15px/1.5 system-ui, sans-serif; max-width: 62rem; margin: 2rem auto; padding: 0 1rem; }}
+h1 {{ font-weight: 600; }} h2 {{ margin-top: 2.5rem; font-weight: 600; font-size: 1.15rem; }}
+img {{ width: 100%; background: #fff; border-radius: 6px; margin: .6rem 0; }}
+.wide {{ overflow-x: auto; }}
+table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .85rem; }}
+th, td {{ text-align: right; padding: .25rem .7rem; border-bottom: 1px solid #8884; white-space: nowrap; }}
+th {{ font-weight: 600; }} td:first-child, th:first-child {{ text-align: left; }}
+pre {{ overflow-x: auto; font-size: .8rem; }}
+</style>
+<h1>presage: {names}</h1>
+{images}
+{body}
+<h2>Settings</h2>
+{settings}
+</html>
+"""
