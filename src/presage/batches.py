@@ -101,6 +101,7 @@ def stream(store: Store, sampler: Sampler, updates: range, size: int, horizon: i
                 continue
 
     def prepare() -> None:
+        torch.set_num_threads(1)  # of this thread alone: a second team of threads would fight with the one that trains
         try:
             for update in updates:
                 if stop.is_set():

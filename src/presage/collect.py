@@ -15,7 +15,7 @@ from presage.agent import Agent
 from presage.arena import Arena, Array, Chooser, play
 from presage.config import Config
 from presage.progress import Bar, Interrupt, Interrupted
-from presage.store import HELDOUT, ShardWriter, shard_length, shard_numbers, shard_path
+from presage.store import HELDOUT, ShardWriter, shard_lengths, shard_path
 from presage.tasks import Spec, Task
 
 ARENA, CHOOSER = 1, 2  # which generator a seed is for
@@ -47,7 +47,8 @@ def collect_shard(
 ) -> dict[str, Any]:
     """Play one shard, at random where there is no agent yet; what it took and scored."""
     place, data = (config.seed, iteration, shard), config.data
-    steps = shard_length(config, shard)
+    lengths = shard_lengths(config, iteration)
+    steps = lengths[shard]
     arena = Arena(tasks, data.envs, (*place, ARENA), data.noop_max, data.sticky, config.machine.threads)
     seed = whole_seed(*place, CHOOSER)
     if agent is None:
@@ -62,7 +63,7 @@ def collect_shard(
         for i, task in enumerate(tasks)
     ]
     began = time.monotonic()
-    name = "held out" if shard == HELDOUT else f"{shard} of {len(shard_numbers(config, iteration)) - 1}"
+    name = "held out" if shard == HELDOUT else f"{shard} of {len(lengths) - 1}"
     try:
         with Bar(f"iteration {iteration}: play, shard {name}", steps * arena.rows, "steps") as bar:
             for _, turn in zip(range(steps), play(arena, choose), strict=False):

@@ -27,7 +27,7 @@ class DataConfig:
     heldout_steps: int = 8_000
     """Further cases a game and iteration that are never trained on."""
     shard_steps: int = 100_000
-    """Cases a game in one shard: what an interruption repeats at most."""
+    """Cases a game in one shard, at most: what an interruption repeats."""
     envs: int = 16
     """Games of each kind played in parallel."""
     noop_max: int = 30
@@ -223,12 +223,9 @@ def check(config: Config) -> Config:
             raise UsageError(f"{name} must not be negative, not {number}.")
     if data.sticky > 1:
         raise UsageError(f"sticky is a chance between 0 and 1, not {data.sticky}.")
-    for name, steps in (("first_steps", data.first_steps), ("later_steps", data.later_steps)):
-        if steps % data.shard_steps:
-            raise UsageError(f"{name} ({steps}) must be a multiple of shard_steps ({data.shard_steps}).")
-    for name, steps in (("shard_steps", data.shard_steps), ("heldout_steps", data.heldout_steps)):
-        if steps % data.envs:
-            raise UsageError(f"{name} ({steps}) must be a multiple of envs ({data.envs}).")
+    for name in ("first_steps", "later_steps", "heldout_steps"):
+        if whole[name] % data.envs:
+            raise UsageError(f"{name} ({whole[name]}) must be a multiple of envs ({data.envs}).")
     for name, schedule in (("lr", train.lr), ("k", config.plan.k)):
         starts = [start for start, _ in schedule]
         if not schedule or starts[0] != 1 or starts != sorted(set(starts)) or min(v for _, v in schedule) <= 0:

@@ -140,7 +140,7 @@ def atari_task(name: str) -> AtariTask:
         make=lambda: gym.make("ale_py:" + gym_id(name), frameskip=1, repeat_action_probability=0.0),
         controls=tuple(control(action) for action in actions),
         thresholds=PAPER_THRESHOLDS.get(name, ((1, 0.0),)),
-        noop=actions.index("NOOP"),
+        noop=actions.index("NOOP") if "NOOP" in actions else 0,  # Backgammon, for one, cannot wait
         serve=actions.index("FIRE") if name in SERVES else None,
         human=human,
         random=random,

@@ -22,7 +22,7 @@ from presage.files import write_bytes, write_json
 from presage.games import find
 from presage.model import Model
 from presage.progress import Interrupt, say
-from presage.store import HELDOUT, Store, budget, machine_memory, shard_numbers, shard_path
+from presage.store import HELDOUT, Store, budget, machine_memory, shard_lengths, shard_path
 from presage.tasks import Spec, Task
 from presage.training import heldout, make_optimizer, train_phase
 
@@ -80,7 +80,7 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
         store = Store(tasks, space, device)
         for iteration in range(1, config.iterations + 1):
             # Play, unless it was played before.
-            for shard in shard_numbers(config, iteration):
+            for shard in range(len(shard_lengths(config, iteration))):
                 files = [shard_path(path, iteration, shard, task.name) for task in tasks]
                 if not all(file.exists() for file in files):
                     agent = None if iteration == 1 else load(path, iteration - 1, config.machine.device)

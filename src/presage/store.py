@@ -6,6 +6,7 @@ resident ones are unpacked once. Both give the same batches.
 """
 
 import json
+import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
@@ -36,15 +37,13 @@ def shard_path(run: Path, iteration: int, shard: int, task: str) -> Path:
     return run / "data" / f"iter-{iteration:02d}" / f"shard-{shard:03d}-{task}.safetensors"
 
 
-def shard_numbers(config: Config, iteration: int) -> range:
-    """The held-out shard, then those to train on."""
-    steps = config.data.first_steps if iteration == 1 else config.data.later_steps
-    return range(HELDOUT, 1 + steps // config.data.shard_steps)
-
-
-def shard_length(config: Config, shard: int) -> int:
-    """Steps each of the shard's environments plays."""
-    return (config.data.heldout_steps if shard == HELDOUT else config.data.shard_steps) // config.data.envs
+def shard_lengths(config: Config, iteration: int) -> list[int]:
+    """Steps that each environment plays in each of an iteration's shards: the held-out one, then even shares."""
+    data = config.data
+    steps = data.first_steps if iteration == 1 else data.later_steps
+    shards = math.ceil(steps / data.shard_steps)
+    cuts = [steps // data.envs * i // shards for i in range(shards + 1)]
+    return [data.heldout_steps // data.envs, *(b - a for a, b in pairwise(cuts))]
 
 
 class Episodes(NamedTuple):
@@ -197,8 +196,7 @@ class Budget:
 
 def budget(config: Config, tasks: int, machine_bytes: int) -> Budget:
     iterations = range(1, config.iterations + 1)
-    lengths = [shard_length(config, s) for i in iterations for s in shard_numbers(config, i)]
-    rows = sum(lengths) * config.data.envs * tasks
+    rows = sum(sum(shard_lengths(config, i)) for i in iterations) * config.data.envs * tasks
     limit = int(config.machine.memory_gib * 2**30) or machine_bytes * 2 // 5
     return Budget(rows, limit, rows * (FRAME_BYTES + ROW_BYTES) <= limit)
 

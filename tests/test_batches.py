@@ -1,0 +1,101 @@
+"""Which cases are drawn (S16), and that they come in order."""
+
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+
+from presage.batches import Sampler, heldout_rows, iteration_weight, stream, task_of_rows
+from presage.store import Span
+
+
+def store_of(*spans: Span) -> SimpleNamespace:
+    return SimpleNamespace(spans=list(spans), tasks=())
+
+
+SPANS = (
+    Span(1, 0, 0, 10, heldout=True),
+    Span(1, 0, 10, 50, heldout=False),
+    Span(1, 1, 50, 60, heldout=False),
+    Span(1, 0, 60, 80, heldout=False),  # a second shard of the same iteration and task
+    Span(4, 0, 80, 90, heldout=False),
+    Span(4, 1, 90, 110, heldout=False),
+    Span(4, 1, 110, 115, heldout=True),
+)
+
+
+def test_weights_grow_threefold_every_three_iterations():
+    assert [iteration_weight(i, 3, 3) for i in range(1, 11)] == [1, 1, 1, 3, 3, 3, 9, 9, 9, 27]
+
+
+def test_cases_are_drawn_from_the_exact_distribution():
+    """An iteration by weight (1 : 3), a task evenly, a case evenly; chi-square over all 115 rows."""
+    sampler = Sampler(store_of(*SPANS), 3, 3, (7,))
+    draws = np.concatenate([sampler.rows(update, 1000) for update in range(200)])
+    counts = np.bincount(draws, minlength=115)
+    chance = np.zeros(115)
+    chance[10:50] = chance[60:80] = 1 / 4 / 2 / 60
+    chance[50:60] = 1 / 4 / 2 / 10
+    chance[80:90] = 3 / 4 / 2 / 10
+    chance[90:110] = 3 / 4 / 2 / 20
+    assert chance.sum() == pytest.approx(1)
+    assert counts[chance == 0].sum() == 0  # nothing held out is ever trained on
+    live = chance > 0
+    expected = chance[live] * len(draws)
+    chi2 = ((counts[live] - expected) ** 2 / expected).sum()
+    assert chi2 < 149.4  # the 99.9 % point for 99 degrees of freedom
+
+
+def test_an_updates_rows_depend_on_nothing_before_it():
+    a, b = (Sampler(store_of(*SPANS), 3, 3, (7,)) for _ in range(2))
+    for update in range(5):
+        a.rows(update, 10)
+    assert (a.rows(5, 10) == b.rows(5, 10)).all()
+    assert (a.rows(5, 10) != a.rows(6, 10)).any()
+    assert (Sampler(store_of(*SPANS), 3, 3, (8,)).rows(5, 10) != b.rows(5, 10)).any()
+
+
+def test_rows_know_their_task():
+    assert task_of_rows(store_of(*SPANS), np.array([0, 49, 50, 59, 60, 89, 90, 114])).tolist() == [
+        0,
+        0,
+        1,
+        1,
+        0,
+        0,
+        1,
+        1,
+    ]
+
+
+def test_heldout_rows_are_spread_evenly_over_what_is_held_out():
+    assert heldout_rows(store_of(*SPANS), 0, 4).tolist() == [0, 3, 6, 9]
+    assert heldout_rows(store_of(*SPANS), 1, 100).tolist() == [110, 111, 112, 113, 114]
+
+
+def test_batches_come_in_order_and_an_error_comes_out_where_it_is_used(monkeypatch):
+    def assemble(store, rows, table, horizon):
+        if rows == 6:
+            raise OSError("the disk went away")
+        return rows
+
+    monkeypatch.setattr("presage.batches.assemble", assemble)
+    monkeypatch.setattr("presage.batches.controls_table", lambda tasks: None)
+    sampler = SimpleNamespace(rows=lambda update, size: update)
+    batches = stream(store_of(), sampler, range(3, 9), 1, 1)
+    assert [next(batches) for _ in range(3)] == [3, 4, 5]
+    with pytest.raises(OSError, match="the disk went away"):
+        next(batches)
+
+
+def test_a_stream_that_is_not_read_to_its_end_lets_go_of_its_thread(monkeypatch):
+    import threading
+
+    monkeypatch.setattr("presage.batches.assemble", lambda store, rows, table, horizon: rows)
+    monkeypatch.setattr("presage.batches.controls_table", lambda tasks: None)
+    before = threading.active_count()
+    batches = stream(store_of(), SimpleNamespace(rows=lambda update, size: update), range(1000), 1, 1)
+    next(batches)
+    assert threading.active_count() == before + 1
+    batches.close()
+    assert threading.active_count() == before

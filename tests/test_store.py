@@ -1,0 +1,198 @@
+"""Shards: small, whole, refused when damaged; the same rows in memory and from disk."""
+
+import json
+import subprocess
+import zlib
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from safetensors import safe_open
+
+from presage.arena import Arena, Turn, play
+from presage.batches import assemble, controls_table
+from presage.collect import collect_shard, random_chooser
+from presage.config import preset, with_fields
+from presage.errors import RunError
+from presage.games import find
+from presage.progress import Interrupt
+from presage.store import (
+    FRAME_BYTES,
+    Budget,
+    ShardWriter,
+    Store,
+    budget,
+    finished_episodes,
+    read_shard,
+    shard_lengths,
+    shard_path,
+)
+
+CPU = torch.device("cpu")
+GAMES = ("pong", "breakout", "demon_attack")
+
+
+@pytest.fixture(scope="module")
+def played(tmp_path_factory):
+    """A real shard of each of the paper's games, and the turns it was made of."""
+    folder, tasks, envs, steps = tmp_path_factory.mktemp("shards"), find(GAMES), 4, 150
+    arena = Arena(tasks, envs, (1,))
+    writers = [
+        ShardWriter(folder / f"{task.name}.safetensors", task, slice(i * envs, (i + 1) * envs), {"iteration": 1})
+        for i, task in enumerate(tasks)
+    ]
+    turns = []
+    for _, turn in zip(range(steps), play(arena, random_chooser(tasks, envs, 0))):
+        turns.append(Turn(*(array.copy() for array in turn)))
+        for writer in writers:
+            writer.add(turn)
+    arena.close()
+    for writer in writers:
+        writer.close()
+    return folder, tasks, turns
+
+
+def columns(turns: list[Turn], name: str) -> np.ndarray:
+    return np.stack([getattr(turn, name) for turn in turns], 1)  # [rows, T, …]
+
+
+def test_the_documented_format_is_readable_without_presage(played):
+    """docs/data.md: safetensors, zlib and nothing else."""
+    folder, _, turns = played
+    with safe_open(folder / "breakout.safetensors", "np") as file:
+        head = file.metadata()
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    assert head["format"] == "presage-shard-1"
+    description = json.loads(head["description"])
+    assert description["task"] == "breakout"
+    assert description["controls"][1] == [1, 0, 0]
+    mine = slice(4, 8)
+    for name in ("actions", "rewards", "died", "scored", "ended"):
+        assert (tensors[name] == columns(turns, name)[mine]).all(), name
+    ends = tensors["frame_ends"].tolist()
+    blobs = [tensors["frames"][a:b].tobytes() for a, b in zip([0, *ends[:-1]], ends)]
+    frames = np.stack([np.frombuffer(zlib.decompress(blob), np.uint8).reshape(84, 84) for blob in blobs])
+    assert (frames.reshape(4, 150, 84, 84) == columns(turns, "frames")[mine]).all()
+
+
+def test_shards_are_more_than_ten_times_smaller_than_raw_frames(played):
+    folder, _, _ = played
+    for name in GAMES:
+        ratio = 4 * 150 * FRAME_BYTES / (folder / f"{name}.safetensors").stat().st_size
+        assert ratio > 10, (name, ratio)
+
+
+def test_checksums_are_in_the_form_that_sha256sum_reads(played):
+    folder, _, _ = played
+    done = subprocess.run(["sha256sum", "-c", "pong.safetensors.sha256"], cwd=folder, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("damage", ["flip", "truncate", "no checksum", "empty checksum"])
+def test_a_damaged_shard_is_named_and_refused(played, tmp_path, damage):
+    folder, _, _ = played
+    path, sums = tmp_path / "pong.safetensors", tmp_path / "pong.safetensors.sha256"
+    data = bytearray((folder / path.name).read_bytes())
+    sums.write_bytes((folder / sums.name).read_bytes())
+    if damage == "flip":
+        data[len(data) // 2] ^= 1
+    elif damage == "truncate":
+        del data[-100:]
+    elif damage == "no checksum":
+        sums.unlink()
+    else:
+        sums.write_text("")
+    path.write_bytes(data)
+    with pytest.raises(RunError, match="delete") as refusal:
+        read_shard(path)
+    assert str(path) in str(refusal.value)
+
+
+def filled(played, resident: bool) -> Store:
+    folder, tasks, _ = played
+    store = Store(tasks, Budget(3 * 4 * 150, 0, resident), CPU)
+    for index, task in enumerate(tasks):
+        store.add(folder / f"{task.name}.safetensors", 1, index, heldout=False)
+    return store
+
+
+def test_resident_and_streamed_frames_give_the_same_batches(played):
+    rows = np.random.default_rng(0).integers(0, 3 * 4 * 150, 200)
+    table = controls_table(played[1])
+    a, b = (assemble(filled(played, resident), rows, table, 25) for resident in (True, False))
+    for name, one, other in zip(a._fields, a, b):
+        assert torch.equal(one, other), name
+
+
+def test_a_batch_is_what_was_played(played):
+    """Stacks, controls and targets of every row against the turns themselves, by plain loops."""
+    _, tasks, turns = played
+    store = filled(played, True)
+    frames, actions, died, scored, ended = (columns(turns, n) for n in ("frames", "actions", "died", "scored", "ended"))
+    random = np.random.default_rng(1)
+    rows = np.concatenate([random.integers(0, 1800, 150), [0, 1, 2, 149, 150, 1799]])
+    batch = assemble(store, rows, controls_table(tasks), 25)
+    for i, row in enumerate(rows):
+        env, t = divmod(int(row), 150)
+        start = max([s + 1 for s in np.flatnonzero(ended[env, :t])], default=0)
+        stack = np.stack([frames[env, max(t - back, start)] for back in (3, 2, 1, 0)])
+        assert (batch.frames[i].numpy() == stack).all()
+        dead = point = over = False
+        for j in range(25):
+            if over or t + j >= 150:
+                assert not batch.mask[i, j]
+                continue
+            assert batch.mask[i, j]
+            assert tuple(batch.controls[i, j].int().tolist()) == tasks[env // 4].controls[actions[env, t + j]]
+            dead, point = dead or bool(died[env, t + j]), point or bool(scored[env, t + j])
+            assert bool(batch.died[i, j]) == dead
+            assert bool(batch.scored[i, j]) == (point and not dead)
+            over = bool(ended[env, t + j])
+
+
+def test_shard_lengths_share_the_steps_evenly():
+    config = with_fields(preset("debug"), first_steps=100, shard_steps=30, envs=2, heldout_steps=8)
+    assert shard_lengths(config, 1) == [4, 12, 13, 12, 13]
+    assert sum(shard_lengths(preset("paper"), 1)[1:]) * 16 == 400_000
+    assert sum(shard_lengths(preset("paper"), 2)[1:]) * 16 == 200_000
+
+
+def test_a_paper_run_on_24_gib_is_planned_under_12_gib():
+    machine = 24 * 2**30
+    space = budget(preset("paper"), 3, machine)
+    assert space.rows == 19 * 3 * 8_000 + 12_000_000
+    assert not space.resident  # 82 GiB would not fit, so it streams
+    assert "streamed from disk" in str(space)
+    small = budget(preset("quickstart"), 3, machine)
+    assert small.resident
+    assert max(space.limit, small.limit) < 10 * 2**30
+
+
+def test_streaming_takes_memory_for_the_rows_only(played):
+    """Eleven bytes a row, whatever the frames: 12 million rows are 126 MiB."""
+    store = filled(played, False)
+    held = [store.actions, store.events, store.ages, store.frames.starts]
+    assert sum(t.element_size() for t in held) == 11
+    assert not any(isinstance(v, torch.Tensor) and v.numel() > store.size for v in vars(store.frames).values())
+
+
+def test_finished_episodes_leave_out_the_one_cut_short():
+    rewards = torch.tensor([[1.0, 2.0, 3.0, 4.0], [1.0, 1.0, 1.0, 1.0]])
+    ended = torch.tensor([[False, True, False, False], [True, False, False, True]])
+    assert finished_episodes(rewards, ended) == (3, (3 + 1 + 3) / 3)
+    assert finished_episodes(rewards, torch.zeros(2, 4, dtype=torch.bool)) == (0, None)
+
+
+def test_a_shard_is_a_function_of_its_place_alone(tmp_path):
+    config, tasks = with_fields(preset("debug"), games=["toy", "breakout"], seed=5), find(["toy", "breakout"])
+    contents: list[dict[Path, bytes]] = []
+    for name, shards in (("once", [1]), ("again", [2, 1]), ("other", [2])):
+        for shard in shards:
+            collect_shard(tmp_path / name, config, tasks, None, 1, shard, Interrupt())
+        contents.append({p.name: p.read_bytes() for p in (tmp_path / name).rglob("shard-*")})
+    once, again, other = contents
+    assert once == {name: data for name, data in again.items() if "shard-001" in name}
+    same_task = "shard-001-breakout.safetensors", "shard-002-breakout.safetensors"
+    assert once[same_task[0]] != other[same_task[1]]
+    assert shard_path(tmp_path / "once", 1, 1, "toy").name in once
