@@ -84,7 +84,7 @@ def test_a_plan_is_remembered_for_its_own_row_only():
 
 @pytest.mark.parametrize("kind", ["rrnn", "lstm"])
 def test_the_same_as_a_plain_loop_over_games_and_sequences(kind):
-    """Float32 sums in another order: probabilities within 1e-5, and the same choices."""
+    """Float32 sums in another order: probabilities within 1e-5, choices as good within that."""
     torch.manual_seed(0)
     model = Model(ModelConfig(prediction=kind, channels=(4, 8, 8), state_size=20, hidden_size=30)).eval()
     frames = np.random.default_rng(0).integers(0, 256, (5, 4, 84, 84), dtype=np.uint8)
@@ -96,22 +96,16 @@ def test_the_same_as_a_plain_loop_over_games_and_sequences(kind):
     plan = planner.plan(torch.from_numpy(frames), fresh, rows)
     kinds = set()
     for row in range(5):
-        best, best_index = None, None
         outcomes = []
         for sequence in plan.actions[row]:
             controls = torch.stack([planner.tables[row, action] for action in sequence])
             p = model(torch.from_numpy(frames[row : row + 1]), controls[None]).sigmoid()[0, -1].detach()
             outcomes.append((float(p[0]), float(p[1])))
         safe = [i for i, (died, _) in enumerate(outcomes) if died < thresholds[row]]
-        for i, (died, scored) in enumerate(outcomes):
-            if safe and i not in safe:
-                continue
-            value = scored if safe else -died
-            if best is None or value > best:
-                best, best_index = value, i
         np.testing.assert_allclose(plan.outlook.died[row], [o[0] for o in outcomes], atol=1e-5)
         np.testing.assert_allclose(plan.outlook.scored[row], [o[1] for o in outcomes], atol=1e-5)
-        assert int(plan.choice.chosen[row]) == best_index
+        values = {i: outcomes[i][1] for i in safe} or {i: -died for i, (died, _) in enumerate(outcomes)}
+        assert values[int(plan.choice.chosen[row])] >= max(values.values()) - 1e-5
         kinds.add("none" if not safe else "all" if len(safe) == 40 else "some")
     assert kinds == {"none", "all", "some"}
 

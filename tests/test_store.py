@@ -63,8 +63,8 @@ def test_the_documented_format_is_readable_without_presage(played):
     with safe_open(folder / "breakout.safetensors", "np") as file:
         head = file.metadata()
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-    assert head["format"] == "presage-shard-1"
-    description = json.loads(head["description"])
+    description = json.loads(head["shard"])
+    assert description["format"] == "presage-shard-1"
     assert description["task"] == "breakout"
     assert description["controls"][1] == [1, 0, 0]
     mine = slice(4, 8)

@@ -28,6 +28,10 @@ class Position:
     update: int
     finished: bool
 
+    def is_past(self, iteration: int) -> bool:
+        """That iteration's training is done."""
+        return iteration < self.iteration or (iteration == self.iteration and self.finished)
+
     @property
     def folder(self) -> str:
         return f"iter-{self.iteration:02d}" if self.finished else f"partial-{self.iteration:02d}-{self.update:07d}"
@@ -123,8 +127,11 @@ def _flatten(optimizer: torch.optim.Adam) -> dict[str, Tensor]:
 
 
 def _restore(optimizer: torch.optim.Adam, tensors: dict[str, Tensor]) -> None:
+    parameters = optimizer.param_groups[0]["params"]
     state: dict[int, dict[str, Tensor]] = {}
     for key, tensor in tensors.items():
         index, name = key.split(".")
+        if tensor.dim():  # moments must lie in memory as their parameter does: the fused Adam trusts that blindly
+            tensor = torch.empty_like(parameters[int(index)]).copy_(tensor)
         state.setdefault(int(index), {})[name] = tensor
     optimizer.load_state_dict({"state": state, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -89,7 +89,7 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
                     )
                 for index, file in enumerate(files):
                     store.add(file, iteration, index, heldout=shard == HELDOUT)
-            if position.finished and iteration <= position.iteration:
+            if position.is_past(iteration):
                 continue
 
             # Learn.
@@ -162,8 +162,8 @@ def donor(config: Config) -> Agent:
 
 
 def threads(config: Config) -> None:
-    if config.machine.threads:
-        torch.set_num_threads(config.machine.threads)
+    """Fix the number now: PyTorch may otherwise change it by itself later, and with it the order of sums."""
+    torch.set_num_threads(config.machine.threads or torch.get_num_threads())
 
 
 @contextmanager

@@ -83,8 +83,8 @@ class ShardWriter:
             "scored": column("scored", np.bool_),
             "ended": column("ended", np.bool_),
         }
-        described = {"task": self.task.name, "controls": self.task.controls, **self.metadata}
-        data = encode_tensors(tensors, {"format": FORMAT, "description": json.dumps(described)})
+        described = {"format": FORMAT, "task": self.task.name, "controls": self.task.controls, **self.metadata}
+        data = encode_tensors(tensors, {"shard": json.dumps(described)})  # one entry: the order of several varies
         self.path.parent.mkdir(parents=True, exist_ok=True)
         # The checksum comes first: a shard that is there always has one.
         write_bytes(checksum_path(self.path), f"{checksum(data)}  {self.path.name}\n".encode())

@@ -1,0 +1,146 @@
+"""Loading, asking, handing on."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+
+import presage
+from presage.agent import load
+from presage.errors import RunError, UsageError
+
+
+def test_a_plan_says_what_was_considered_and_why(tiny_run, frames):
+    agent = presage.load(tiny_run.path)
+    plan = agent.plan(frames[0], task="breakout", k=6, threshold=0.9)
+    assert plan.action == plan.sequence[0] == plan.candidates[plan.chosen][0]
+    assert tuple(plan.control) == agent.specs["breakout"].controls[plan.action]
+    assert plan.candidates.shape == plan.candidates_p_died.shape == plan.candidates_p_scored.shape == (6, 25)
+    assert plan.candidates.max() < 4
+    assert (plan.p_died == plan.candidates_p_died[plan.chosen]).all()
+    assert (plan.p_scored == plan.candidates_p_scored[plan.chosen]).all()
+    assert (plan.safe == (plan.candidates_p_died[:, -1] < 0.9)).all()
+    assert plan.p_scored[-1] == pytest.approx(plan.candidates_p_scored[plan.safe, -1].max(), abs=1e-6)
+    assert plan.reason == "6 of 6 plans have P(died) < 0.9; the likeliest of them to score"
+    careful = agent.plan(frames[0], task="breakout", k=6, threshold=0.0)
+    assert careful.reason == "no plan has P(died) < 0; the least likely to die"
+    assert careful.p_died[-1] == pytest.approx(careful.candidates_p_died[:, -1].min(), abs=1e-6)
+
+
+def test_a_batch_of_frames_is_planned_at_once(tiny_run, frames):
+    agent = tiny_run.agent()
+    plan = agent.plan(torch.from_numpy(frames), task="toy")
+    assert plan.action.shape == plan.chosen.shape == (3,)
+    assert plan.p_died.shape == (3, 25)
+    assert plan.control.shape == (3, 3)
+    assert len(plan.reason) == 3
+    assert agent.act(frames[0], "toy") in (0, 1, 2)
+
+
+def test_the_same_seed_plans_the_same(tiny_run, frames):
+    agent = tiny_run.agent()
+    a, b, c = (agent.plan(frames[0], "toy", seed=s).candidates for s in (1, 1, 2))
+    assert (a == b).all()
+    assert (a != c).any()
+
+
+def test_a_game_it_never_saw_can_be_planned_too(tiny_run, frames):
+    agent = tiny_run.agent()
+    assert "pong" not in agent.specs
+    assert agent.plan(frames[0], "pong").action in range(6)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        np.zeros((4, 84, 84)),
+        np.zeros((84, 84, 4), np.uint8),
+        np.zeros((4, 84), np.uint8),
+        np.zeros((0, 4, 84, 84), np.uint8),
+        np.zeros((1, 1, 4, 84, 84), np.uint8),
+        torch.zeros(4, 84, 84),
+        "frames",
+    ],
+)
+def test_frames_of_the_wrong_shape_or_type_are_refused(tiny_run, wrong):
+    with pytest.raises(UsageError, match=r"frames must be uint8 \[4, 84, 84\] or \[N, 4, 84, 84\], not"):
+        tiny_run.agent().plan(wrong, "toy")
+
+
+def test_other_wrong_questions_are_refused(tiny_run, frames):
+    agent = tiny_run.agent()
+    with pytest.raises(UsageError, match="k must be at least 1"):
+        agent.plan(frames[0], "toy", k=0)
+    with pytest.raises(UsageError, match="no game 'pongg'"):
+        agent.plan(frames[0], "pongg")
+    with pytest.raises(UsageError, match="episodes and k must be at least 1"):
+        presage.evaluate(agent, episodes=0)
+
+
+def test_an_export_needs_nothing_of_the_run(tiny_run, frames, tmp_path):
+    agent = tiny_run.agent(iteration=1)
+    folder = agent.export(tmp_path / "export")
+    assert sorted(p.name for p in folder.iterdir()) == ["agent.json", "model.safetensors"]
+    again = presage.load(folder)
+    assert again.iteration == 1
+    assert (again.plan(frames[0], "toy").p_died == agent.plan(frames[0], "toy").p_died).all()
+    with pytest.raises(UsageError, match="an export of iteration 1 alone"):
+        load(folder, iteration=2)
+
+
+def test_what_cannot_be_loaded_says_why(tiny_run, tmp_path):
+    with pytest.raises(UsageError, match="there is no run in"):
+        load(tmp_path / "nowhere")
+    with pytest.raises(UsageError, match=r"no finished iteration 7; it has 1, 2"):
+        load(tiny_run.path, iteration=7)
+    with pytest.raises(UsageError, match="no device 'gpu'"):
+        load(tiny_run.path, device="gpu")
+    begun = tmp_path / "begun"
+    begun.mkdir()
+    shutil.copy(tiny_run.path / "config.json", begun)
+    with pytest.raises(UsageError, match="no finished iteration yet"):
+        load(begun)
+
+
+def edited(folder, **changes):
+    data = json.loads((folder / "agent.json").read_text())
+    (folder / "agent.json").write_text(json.dumps(data | changes))
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("changes", "says"),
+    [
+        ({"format": 2}, "written by a newer presage"),
+        ({"format": "one"}, "does not say its format"),
+        ({"sha256": {}}, "checksum of model.safetensors is not recorded"),
+        ({"sha256": {"model.safetensors": "00"}}, "its SHA-256 is not the one recorded"),
+        ({"tasks": [{"name": "toy"}]}, "agent.json is damaged"),
+        ({"config": {"updats": 3}}, "agent.json is damaged: there is no setting 'updats'; did you mean updates"),
+        ({"config": None}, "agent.json is damaged"),
+    ],
+)
+def test_a_foreign_or_damaged_export_is_refused(tiny_run, tmp_path, changes, says):
+    folder = edited(tiny_run.agent().export(tmp_path / "export"), **changes)
+    with pytest.raises(RunError, match=says):
+        load(folder)
+
+
+def test_weights_of_another_shape_are_refused(tiny_run, tmp_path):
+    folder = tiny_run.agent().export(tmp_path / "export")
+    config = json.loads((folder / "agent.json").read_text())["config"]
+    config["model"]["hidden_size"] = 99
+    with pytest.raises(RunError, match=r"another network than its configuration says: prediction\.f1\.weight differs"):
+        load(edited(folder, config=config))
+
+
+def test_a_file_that_is_no_json_is_refused(tiny_run, tmp_path):
+    folder = tiny_run.agent().export(tmp_path / "export")
+    (folder / "agent.json").write_text("{")
+    with pytest.raises(RunError, match="not valid JSON"):
+        load(folder)
+    (folder / "agent.json").write_text("[]")
+    with pytest.raises(RunError, match="does not hold a JSON object"):
+        load(folder)

@@ -1,0 +1,301 @@
+"""What must survive: processes killed for real at exact points, damaged files, full disks, two at once, Ctrl-C."""
+
+import json
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+import presage
+from presage import checkpoint
+from presage.run import Run, read_lines
+
+from conftest import TINY, cli, weights
+
+ARGUMENTS = ("train", "--preset", "debug", "--games", *TINY["games"], "--seed", TINY["seed"])
+# Kills the process, without a chance to tidy up, at the n-th call of a function.
+KILL_AT = """
+import os, signal, {module}
+_real, _calls = {module}.{name}, []
+def _deadly(*arguments, **named):
+    _calls.append(1)
+    if len(_calls) == {n}:
+        os.kill(os.getpid(), signal.SIGKILL)
+    return _real(*arguments, **named)
+{module}.{name} = _deadly
+"""
+
+
+def stages(run: Path) -> list[tuple]:
+    """What was logged, without times: each thing exactly once."""
+    return [(m["stage"], m["iteration"], m.get("shard"), m.get("update"), m.get("loss")) for m in Run(run, None).metrics()]
+
+
+@pytest.mark.parametrize(
+    ("moment", "module", "name", "n"),
+    [
+        ("while collecting at random", "presage.arena", "Arena.recv", 40),
+        ("while collecting with plans", "presage.arena", "Arena.recv", 110),
+        ("while training", "presage.training", "update_once", 7),
+        ("while training iteration 2", "presage.training", "update_once", 17),
+        ("between a shard's checksum and the shard", "os", "replace", 4),
+        ("between the files of a checkpoint", "os", "replace", 16),
+        ("before a checkpoint's folder is renamed", "os", "rename", 2),
+    ],
+)
+def test_killed_at_any_moment_the_same_command_ends_with_the_same_bits(tiny_run, tmp_path, moment, module, name, n):
+    run = tmp_path / "run"
+    killed = cli(*ARGUMENTS, "--run", run, code=f"exec({KILL_AT.format(module=module, name=name, n=n)!r})")
+    assert killed.returncode == -signal.SIGKILL, (moment, killed.stderr)
+    assert weights(run) != weights(tiny_run.path)
+    again = cli(*ARGUMENTS, "--run", run)
+    assert again.returncode == 0, again.stderr
+    assert weights(run) == weights(tiny_run.path)
+    assert stages(run) == stages(tiny_run.path)
+    data = {p.relative_to(run): p.read_bytes() for p in run.rglob("data/*/shard*")}
+    assert data == {p.relative_to(tiny_run.path): p.read_bytes() for p in tiny_run.path.rglob("data/*/shard*")}
+    assert not [p for p in run.rglob("*") if p.name.endswith(".part") or p.name.startswith((".saving", "partial"))]
+
+
+def test_killed_again_and_again_it_still_ends_the_same(tiny_run, tmp_path):
+    """A new death every few calls; each attempt gets further because finished shards and checkpoints stay."""
+    run = tmp_path / "run"
+    for attempt in range(30):
+        code = KILL_AT.format(module="presage.training", name="update_once", n=6)
+        done = cli(*ARGUMENTS, "--run", run, code=f"exec({code!r})")
+        if done.returncode == 0:
+            break
+        assert done.returncode == -signal.SIGKILL, done.stderr
+    assert attempt >= 3
+    assert weights(run) == weights(tiny_run.path)
+
+
+def test_a_finished_run_says_so_and_changes_nothing(tiny_run):
+    def state():
+        return {p: (p.stat().st_mtime_ns, p.read_bytes()) for p in tiny_run.path.rglob("*") if p.is_file()}
+
+    before = state()
+    done = cli(*ARGUMENTS, "--run", tiny_run.path)
+    assert done.returncode == 0
+    assert "is finished" in done.stderr
+    before.pop(tiny_run.path / ".lock", None)
+    after = state()
+    after.pop(tiny_run.path / ".lock", None)
+    assert after == before
+
+
+@pytest.fixture
+def copy(tiny_run, tmp_path) -> Path:
+    return Path(shutil.copytree(tiny_run.path, tmp_path / "copy"))
+
+
+def test_without_a_preset_a_run_goes_on_with_its_own_settings(copy, tiny_run):
+    shutil.rmtree(copy / "checkpoints" / "iter-02")
+    done = cli("train", "--run", copy)
+    assert done.returncode == 0, done.stderr
+    assert weights(copy) == weights(tiny_run.path)
+
+
+def test_a_config_that_differs_is_refused_and_nothing_is_written(copy):
+    before = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()}
+    done = cli(*ARGUMENTS, "--run", copy, "--updates", 11, "--lr", 1, 0.1)
+    assert done.returncode == 2
+    assert "updates (11 here, 10 in the run)" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()} == before
+    machine = cli(*ARGUMENTS, "--run", copy, "--threads", 1)
+    assert machine.returncode == 0, machine.stderr  # what belongs to the machine may differ
+
+
+def test_a_flipped_byte_in_a_shard_is_named_and_replayed_once_deleted(copy, tiny_run):
+    shutil.rmtree(copy / "checkpoints" / "iter-02")
+    shard = copy / "data" / "iter-01" / "shard-001-breakout.safetensors"
+    data = bytearray(shard.read_bytes())
+    data[-50] ^= 4
+    shard.write_bytes(data)
+    done = cli(*ARGUMENTS, "--run", copy)
+    assert done.returncode == 1
+    assert str(shard) in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not (copy / "checkpoints" / "iter-02").exists()
+    shard.unlink()
+    assert cli(*ARGUMENTS, "--run", copy).returncode == 0
+    assert weights(copy) == weights(tiny_run.path)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "optimizer.safetensors", "state.json"])
+def test_a_truncated_checkpoint_is_named_and_the_one_before_it_used_once_deleted(copy, tiny_run, name):
+    shutil.rmtree(copy / "checkpoints" / "iter-02")
+    folder = copy / "checkpoints" / "iter-01"
+    file = folder / name
+    file.write_bytes(file.read_bytes()[:-20])
+    done = cli(*ARGUMENTS, "--run", copy)
+    assert done.returncode == 1
+    assert str(file) in done.stderr
+    assert f"Delete {folder}" in done.stderr
+    shutil.rmtree(folder)
+    assert cli(*ARGUMENTS, "--run", copy).returncode == 0
+    assert weights(copy) == weights(tiny_run.path)
+
+
+def test_a_checkpoint_of_a_newer_version_is_refused(copy):
+    shutil.rmtree(copy / "checkpoints" / "iter-02")
+    state = copy / "checkpoints" / "iter-01" / "state.json"
+    state.write_text(json.dumps(json.loads(state.read_text()) | {"format": checkpoint.FORMAT + 1}))
+    done = cli(*ARGUMENTS, "--run", copy)
+    assert done.returncode == 1
+    assert "newer presage" in done.stderr
+
+
+def test_two_processes_on_one_run_folder(tmp_path):
+    run = tmp_path / "run"
+    words = [sys.executable, "-m", "presage", *map(str, ARGUMENTS), "--run", str(run), "--updates", "100000"]
+    first = subprocess.Popen(words, stderr=subprocess.PIPE)
+    try:
+        wait_for(lambda: list(run.glob("checkpoints/partial*")), first)
+        second = cli(*words[3:])
+        assert second.returncode == 1
+        assert "another process is working on" in second.stderr
+        assert first.poll() is None
+    finally:
+        first.kill()
+        first.communicate()
+
+
+def wait_for(condition, process, seconds=120):
+    until = time.monotonic() + seconds
+    while not condition():
+        assert process.poll() is None, process.stderr.read()
+        assert time.monotonic() < until, "waited too long"
+        time.sleep(0.02)
+
+
+@pytest.mark.parametrize("during", ["train", "collect"])
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, during, number):
+    run = tmp_path / "run"
+    longer = ("--updates", 100_000) if during == "train" else ("--first-steps", 100_000, "--shard-steps", 50_000)
+    words = [sys.executable, "-m", "presage", *map(str, (*ARGUMENTS, "--run", run, *longer))]
+    process = subprocess.Popen(words, stderr=subprocess.PIPE, text=True)
+    sign = "checkpoints/partial*" if during == "train" else "data/iter-01/shard-000-breakout.safetensors"
+    wait_for(lambda: list(run.glob(sign)), process)
+    time.sleep(0.5)
+    process.send_signal(number)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, error
+    assert "saved; the same command goes on from here" in error
+    assert "Traceback" not in error
+    if during == "train":
+        (partial,) = run.glob("checkpoints/partial*")
+        update = json.loads((partial / "state.json").read_text())["update"]
+        assert update > 0
+        assert all(m["update"] <= update for m in Run(run, None).metrics("train"))
+    else:
+        assert not list(run.glob("data/iter-01/shard-001*"))  # the unfinished shard will be played again
+
+
+def test_interrupted_at_an_odd_update_it_ends_with_the_same_bits(tiny_run, tmp_path):
+    """Ctrl-C saves at an update that no timetable names."""
+    run = tmp_path / "run"
+    code = KILL_AT.format(module="presage.training", name="update_once", n=3).replace("SIGKILL", "SIGINT")
+    stopped = cli(*ARGUMENTS, "--run", run, code=f"exec({code!r})")
+    assert stopped.returncode == 130, stopped.stderr
+    assert [p.name for p in run.glob("checkpoints/*")] == ["partial-01-0000003"]
+    assert cli(*ARGUMENTS, "--run", run).returncode == 0
+    assert weights(run) == weights(tiny_run.path)
+    assert stages(run)[0] == stages(tiny_run.path)[0]
+
+
+FULL_AT = """
+import builtins, errno, io, pathlib
+_open = pathlib.Path.open
+class Full(io.FileIO):
+    def write(self, data):
+        raise OSError(errno.ENOSPC, "No space left on device")
+def _choosy(self, mode="r", *rest, **named):
+    return Full(self, mode) if {name!r} in str(self) and mode == "wb" else _open(self, mode, *rest, **named)
+pathlib.Path.open = _choosy
+"""
+
+
+@pytest.mark.parametrize("name", ["shard-001-breakout", "optimizer", "config.json"])
+def test_a_full_disk_is_one_sentence_and_loses_nothing(tiny_run, tmp_path, name):
+    run = tmp_path / "run"
+    done = cli(*ARGUMENTS, "--run", run, code=f"exec({FULL_AT.format(name=name)!r})")
+    assert done.returncode == 1
+    assert "No space left on device" in done.stderr
+    assert "Traceback" not in done.stderr
+    assert not [p for p in run.rglob("*") if p.suffix == ".part" or p.name == ".saving"]
+    again = cli(*ARGUMENTS, "--run", run)
+    assert again.returncode == 0, again.stderr
+    assert weights(run) == weights(tiny_run.path)
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="mounting a small file system needs root")
+def test_a_really_full_disk(tiny_run, tmp_path):
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    if subprocess.run(["mount", "-t", "tmpfs", "-o", "size=96k", "tmpfs", disk], capture_output=True).returncode:
+        pytest.skip("this machine does not let us mount a file system")
+    try:
+        done = cli(*ARGUMENTS, "--run", disk / "run")
+        assert done.returncode == 1
+        assert "No space left on device" in done.stderr
+        assert "Traceback" not in done.stderr
+        subprocess.run(["mount", "-o", "remount,size=64m", disk], check=True)
+        assert cli(*ARGUMENTS, "--run", disk / "run").returncode == 0
+        assert weights(disk / "run") == weights(tiny_run.path)
+    finally:
+        subprocess.run(["umount", disk], check=True)
+
+
+def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
+    done = cli(*ARGUMENTS, "--run", tmp_path / "run", "--lr", 1, 1e30, "--updates", 300)
+    assert done.returncode == 1
+    assert "the loss is nan" in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_metrics_have_what_the_design_promises(tiny_run):
+    heldout = tiny_run.metrics("heldout")
+    assert [line["iteration"] for line in heldout] == [1, 2]
+    for game in TINY["games"]:
+        values = heldout[-1]["games"][game]
+        assert values["cross_entropy"] > 0
+        assert set(values["died"]) >= {"precision", "recall", "f1"}
+        assert set(values["scored"]) >= {"precision", "recall", "f1"}
+    assert all(line["seconds"] > 0 and line["steps_per_s"] > 0 for line in tiny_run.metrics("collect"))
+    assert all(line["updates_per_s"] > 0 for line in tiny_run.metrics("train"))
+    config = json.loads((tiny_run.path / "config.json").read_text())
+    assert config["version"] == presage.__version__
+    assert config["seed"] == TINY["seed"]
+
+
+def test_a_half_written_line_is_passed_over(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"stage": "train"}\n{"stage": "tra')
+    assert read_lines(path) == [{"stage": "train"}]
+
+
+def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    done = cli(*ARGUMENTS, "--run", tmp_path)
+    assert done.returncode == 2
+    assert "is not a run and not empty" in done.stderr
+    assert [p.name for p in tmp_path.iterdir()] == ["thesis.tex"]
+
+
+def test_evaluation_in_the_run_is_written_down(tmp_path):
+    run = presage.train(preset="debug", run=tmp_path / "run", games=["toy"], iterations=1, evaluate_episodes=2)
+    (line,) = run.evaluations()
+    assert line["games"]["toy"]["episodes"] == 2
+
+
+def test_a_run_larger_than_its_memory_streams_and_gives_the_same_network(tiny_run, tmp_path):
+    run = presage.train(preset="debug", run=tmp_path / "run", **TINY, memory_gib=1e-6)
+    assert weights(run.path) == weights(tiny_run.path)

@@ -1,0 +1,121 @@
+"""Schedules, gradients, held-out figures by hand; and that it learns, and learns the same twice."""
+
+import math
+
+import pytest
+import torch
+
+import presage
+from presage.batches import Batch
+from presage.config import ModelConfig, TrainConfig, preset
+from presage.model import Model
+from presage.training import learning_rate, make_optimizer, scores, update_once
+
+from conftest import weights
+
+
+def some_batch(size=6, horizon=5) -> Batch:
+    torch.manual_seed(0)
+    flags = torch.rand(3, size, horizon) < 0.3
+    frames = torch.randint(0, 256, (size, 4, 84, 84), dtype=torch.uint8)
+    return Batch(frames, torch.randint(-1, 2, (size, horizon, 3)).float(), flags[0], flags[1], ~flags[2])
+
+
+def small_model() -> Model:
+    torch.manual_seed(1)
+    return Model(ModelConfig(channels=(4, 4, 4), state_size=16, hidden_size=16))
+
+
+def test_the_papers_learning_rate_is_halved_for_the_second_half_of_each_iteration():
+    train = preset("paper").train
+    assert [learning_rate(train, 1, u) for u in (0, 23_999, 24_000, 47_999)] == [1e-4, 1e-4, 5e-5, 5e-5]
+    assert [learning_rate(train, i, 30_000) for i in (3, 4, 7)] == [5e-5, 2.5e-5, 5e-6]
+
+
+def test_the_cosine_warms_up_and_ends_at_nothing():
+    train = TrainConfig(updates=1000, lr=((1, 1e-3),), lr_decay="cosine")
+    rates = [learning_rate(train, 1, u) for u in range(1000)]
+    assert rates[0] < 2e-5
+    assert max(rates) == pytest.approx(1e-3, rel=0.05)
+    assert rates[500] == pytest.approx(5e-4, rel=0.01)
+    assert rates[-1] < 1e-6
+
+
+def test_gradients_are_clamped_element_wise_before_adam():
+    """Two updates against Adam with L2 weight decay written out (S22)."""
+    model, batch, clamp, decay, lr = small_model(), some_batch(), 0.01, 0.1, 0.01
+    optimizer = make_optimizer(model, TrainConfig(weight_decay=decay))
+    optimizer.param_groups[0]["lr"] = lr
+    weight = model.valuation.out.weight
+    w, m, v = weight.detach().clone(), torch.zeros_like(weight), torch.zeros_like(weight)
+    clamped = 0
+    for step in (1, 2):
+        update_once(model, optimizer, batch, clamp)
+        gradient = weight.grad
+        clamped += int((gradient.abs() == torch.tensor(clamp)).sum())
+        assert gradient.abs().max() <= clamp
+        g = gradient + decay * w
+        m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g
+        w = w - lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
+        torch.testing.assert_close(weight.detach(), w, rtol=1e-4, atol=1e-6)
+    assert clamped > 0
+
+
+def test_valuation_alone_can_be_trained_with_the_rest_frozen(tiny_run, tmp_path):
+    """Not a bit of Perception (its batch statistics included) or Prediction moves; Valuation does (S7)."""
+    donor = tiny_run.agent().model.state_dict()
+    run = presage.train(
+        preset="debug", run=tmp_path / "new", games=["toy"], iterations=1, init_from=str(tiny_run.path),
+        trainable="valuation",
+    )  # fmt: skip
+    trained = run.agent().model.state_dict()
+    changed = {name for name in donor if not torch.equal(donor[name], trained[name])}
+    assert changed == {name for name in donor if name.startswith("valuation.")}
+
+
+def test_heldout_figures_by_hand():
+    """Two cases, two steps; the second step of the second case is masked."""
+    p = torch.tensor([[[0.9, 0.2], [0.8, 0.1]], [[0.6, 0.7], [0.5, 0.5]]], dtype=torch.float64)
+    happened = torch.tensor([[[True, False], [True, False]], [[False, True], [True, True]]])
+    mask = torch.tensor([[True, True], [True, False]])
+    got = scores(p, happened, mask)
+    said = [0.9, 0.8, 0.8, 0.9, 1 - 0.6, 0.7]  # what it gave to what then happened
+    assert got["cross_entropy"] == pytest.approx(-sum(map(math.log, said)) / 6)
+    # Step 1: died and scored once in two cases each; step 2: one case, where the rate is certain.
+    assert got["baseline_cross_entropy"] == pytest.approx(-4 * math.log(0.5) / 6, abs=1e-9)
+    assert got["died"] == {"precision": 2 / 3, "recall": 1.0, "f1": pytest.approx(0.8), "positives": 2.0}
+    assert got["scored"] == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "positives": 1.0}
+    never = scores(torch.full_like(p, 0.1), happened, mask)
+    assert never["died"] == {"precision": 0.0, "recall": 0.0, "f1": 0.0, "positives": 2.0}
+
+
+def test_it_learns_the_toy_that_only_looking_ahead_can_win(tmp_path):
+    """From random play alone: foresees deaths far better than any constant, and plays many times better than random."""
+    run = presage.train(
+        preset="debug", run=tmp_path / "toy", games=["toy"], iterations=1, noop_max=0,
+        first_steps=8_000, shard_steps=8_000, heldout_steps=800, envs=8,
+        channels=(8, 8, 16), state_size=32, hidden_size=64,
+        updates=1_000, batch_size=64, lr=((1, 3e-3),), lr_decay="cosine", checkpoint_every=10_000, k=((1, 32),),
+    )  # fmt: skip
+    known = run.metrics("heldout")[-1]["games"]["toy"]
+    assert known["cross_entropy"] < 0.6 * known["baseline_cross_entropy"]
+    assert known["died"]["f1"] > 0.85
+    agent = run.agent()
+    planned, random = (presage.evaluate(agent, episodes=10, random=r)["games"]["toy"] for r in (False, True))
+    assert planned["ci95"][0] > random["ci95"][1], (planned, random)
+
+
+def test_training_twice_gives_the_same_bits(tiny_run, tmp_path):
+    again = presage.train(preset="debug", run=tmp_path / "again", games=["toy", "breakout"], seed=3)
+    assert weights(again.path) == weights(tiny_run.path)
+    other = presage.train(preset="debug", run=tmp_path / "other", games=["toy", "breakout"], seed=4)
+    assert weights(other.path) != weights(tiny_run.path)
+
+
+@pytest.mark.parametrize("kind", ["lstm", "plain"])
+def test_the_other_predictions_train_too(kind):
+    model, batch = Model(ModelConfig("lstm" if kind == "lstm" else "plain", (4, 4, 4), 16, 16)), some_batch()
+    optimizer = make_optimizer(model, TrainConfig())
+    optimizer.param_groups[0]["lr"] = 1e-2
+    losses = [float(update_once(model, optimizer, batch, 1.0)) for _ in range(30)]
+    assert losses[-1] < 0.7 * losses[0]
