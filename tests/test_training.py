@@ -6,12 +6,11 @@ import pytest
 import torch
 
 import presage
+from conftest import weights
 from presage.batches import Batch
 from presage.config import ModelConfig, TrainConfig, preset
 from presage.model import Model
 from presage.training import learning_rate, make_optimizer, scores, update_once
-
-from conftest import weights
 
 
 def some_batch(size=6, horizon=5) -> Batch:

@@ -22,13 +22,16 @@ OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 def games() -> None:
     """List the games: controls, death rule, threshold, reference scores."""
     from presage.games import atari_games, atari_task
+    from presage.progress import Bar
 
     table = Table("game", "actions", "dies when", "random", "human", "source", title="Games one can play alone")
     rules = {"lives": "a life is lost", "negative_reward": "the opponent scores", "game_over": "the game ends"}
-    for name in atari_games():
-        task = atari_task(name)
-        scores = ["" if score is None else f"{score:,.1f}" for score in (task.random, task.human)]
-        table.add_row(name, str(len(task.controls)), rules[task.death], *scores, task.source)
+    with Bar("asking the emulator", len(atari_games()), "games") as bar:
+        for name in atari_games():
+            task = atari_task(name)
+            scores = ["" if score is None else f"{score:,.1f}" for score in (task.random, task.human)]
+            table.add_row(name, str(len(task.controls)), rules[task.death], *scores, task.source)
+            bar.advance()
     Console().print(table)
 
 

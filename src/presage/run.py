@@ -65,6 +65,8 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
     unknown = set(config.plan.thresholds) - set(config.games)
     if unknown:
         raise UsageError(f"thresholds name {', '.join(sorted(unknown))}, which this run does not play.")
+    if config.train.init_from:
+        donor(config)  # refused, if it must be, before anything is written
     agree(path, config, tasks)
     with locked(path), Interrupt() as interrupt:
         threads(config)

@@ -1,0 +1,135 @@
+"""The command line: help that helps, one JSON object, one sentence for each mistake."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from conftest import cli
+
+REPOSITORY = Path(__file__).parents[1]
+
+
+def test_help_lists_the_commands_and_each_has_its_own():
+    done = cli("--help")
+    assert done.returncode == 0
+    for command in ("games", "train", "evaluate", "play", "report", "bench", "doctor"):
+        assert f"presage {command}" in done.stdout
+    train = cli("train", "--preset", "paper", "--help").stdout
+    assert "--batch-size" in train
+    assert "default: 48000" in train
+    assert "Parameter updates an iteration" in train
+    assert "default: 10" in cli("train", "--preset", "debug", "--help").stdout
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("trian", "--run", "x"), "there is no command 'trian'; did you mean train"),
+        (("train", "--preset", "papper", "--run", "x"), "no preset 'papper'; did you mean paper"),
+        (("train", "--preset", "debug", "--run", "x", "--games", "pongg"), "no game 'pongg'; did you mean pong"),
+        (("train", "--preset", "debug", "--run", "x", "--updates", "-3"), "updates must be at least 1, not -3"),
+        (("train", "--preset", "debug", "--run", "x", "--updates", "many"), "--updates"),
+        (("train", "--preset", "debug", "--run", "x", "--batchsize", "3"), "--batch-size"),
+        (
+            ("train", "--preset", "debug", "--run", "x", "--thresholds", "pong", "0.1", "--games", "toy"),
+            "does not play",
+        ),
+        (("train", "--preset", "debug", "--run", "x", "--device", "warp"), "no device 'warp'"),
+        (("train", "--preset", "debug", "--run", "x", "--init-from", "nowhere"), "there is no run in nowhere"),
+        (("train", "--preset", "debug"), "--run"),
+        (("evaluate", "nowhere"), "there is no run in nowhere"),
+        (("evaluate", "nowhere", "--episodes", "none"), "--episodes"),
+        (("play", "nowhere"), "there is no run in nowhere"),
+        (("report", "nowhere", "--out", "y"), "there is no run in nowhere"),
+    ],
+)
+def test_mistakes_are_one_sentence_with_status_2_and_nothing_is_written(tmp_path, monkeypatch, arguments, says):
+    monkeypatch.chdir(tmp_path)
+    done = cli(*arguments)
+    assert done.returncode == 2, done.stderr
+    assert says in done.stderr
+    assert "Traceback" not in done.stderr
+    assert done.stdout == ""
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_evaluate_json_is_one_object_and_is_also_written_down(tiny_run):
+    before = len(tiny_run.evaluations())
+    done = cli("evaluate", tiny_run.path, "--games", "toy", "--episodes", 3, "--k", 5, "--iteration", 1, "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert (result["iteration"], result["k"]) == (1, 5)
+    toy = result["games"]["toy"]
+    assert set(toy) >= {"mean", "ci95", "episodes", "steps", "random", "human", "human_normalized"}
+    assert toy["episodes"] == len(toy["scores"]) == 3
+    assert toy["ci95"][0] <= toy["mean"] <= toy["ci95"][1]
+    assert tiny_run.evaluations()[before:] == [result]
+    again = cli("evaluate", tiny_run.path, "--games", "toy", "--episodes", 3, "--k", 5, "--iteration", 1, "--json")
+    assert json.loads(again.stdout) == result  # the same seed, the same episodes
+
+
+def test_evaluate_prints_a_table(tiny_run):
+    done = cli("evaluate", tiny_run.path, "--games", "breakout", "--episodes", 2, "--random")
+    assert done.returncode == 0, done.stderr
+    assert "random play" in done.stdout
+    assert "31.80" in done.stdout
+
+
+def test_play_tells_a_score_and_films_it(tiny_run, tmp_path):
+    done = cli("play", tiny_run.path, "--game", "toy", "--video", tmp_path / "toy.mp4", "--seed", 1)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    import imageio.v3 as imageio
+
+    film = list(imageio.imiter(tmp_path / "toy.mp4"))
+    assert len(film) == result["steps"]
+    assert film[0].shape == (336, 336, 3)
+    assert (film[0] != film[-1]).any()
+    wrong = cli("play", tiny_run.path, "--game", "toy", "--video", tmp_path / "toy.avi")
+    assert wrong.returncode == 2
+    assert "ends in .mp4" in wrong.stderr
+
+
+def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tmp_path):
+    cli("evaluate", tiny_run.path, "--games", "toy", "--episodes", 2)
+    done = cli("report", tiny_run.path, "--out", tmp_path / "report")
+    assert done.returncode == 0, done.stderr
+    page = Path(done.stdout.strip()).read_text()
+    names = {p.name for p in (tmp_path / "report").iterdir()}
+    assert names >= {
+        "index.html",
+        "learning.csv",
+        "heldout.csv",
+        "scores.csv",
+        "curves.svg",
+        "curves.png",
+        "scores.png",
+    }
+    assert "held-out" in (tmp_path / "report" / "curves.svg").read_text() or page.count("data:image/svg+xml") == 2
+    assert "http://" not in page.replace("http://www.w3.org", "")
+    rows = (tmp_path / "report" / "heldout.csv").read_text().splitlines()
+    assert len(rows) == 1 + 2 * 2  # iterations × games
+    assert rows[0].startswith("run,iteration,game,cases,cross_entropy,baseline_cross_entropy,died_precision")
+
+
+def test_bench_json_has_the_promised_fields():
+    done = cli("bench", "--seconds", 0.2, "--games", "breakout", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    promised = {"device", "emulator_steps_per_s", "collect_steps_per_s", "collect_over_emulator", "update_ms"}
+    assert set(result) >= promised | {"update_eager_ms", "plan_ms", "plan_over_network", "data_wait_fraction"}
+    assert all(value > 0 for name, value in result.items() if isinstance(value, float) and name != "data_wait_fraction")
+
+
+def test_games_and_doctor_tell_what_is_here():
+    listed = cli("games").stdout
+    assert "demon_attack" in listed
+    assert "the opponent scores" in listed
+    found = cli("doctor").stdout
+    assert "104" in found
+    assert "streamed" in found or "kept in memory" in found
+
+
+def test_version_and_module_entry():
+    assert cli("--version").stdout.strip().count(".") == 2

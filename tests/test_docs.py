@@ -1,0 +1,115 @@
+"""What is written is true: the README's code runs, its files exist, modules import only from those above them."""
+
+import ast
+import re
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from conftest import cli
+
+REPOSITORY = Path(__file__).parents[1]
+SOURCE = REPOSITORY / "src" / "presage"
+README = (REPOSITORY / "README.md").read_text()
+ORDER = (
+    "errors", "config", "tasks", "toy", "games", "arena", "events", "files", "store", "batches", "model", "planner",
+    "checkpoint", "agent", "progress", "collect", "training", "evaluation", "run", "replay", "report", "bench", "cli",
+)  # fmt: skip
+
+
+def blocks(text: str, language: str) -> list[str]:
+    return re.findall(rf"```{language}\n(.*?)```", text, re.DOTALL)
+
+
+def test_the_order_names_every_module():
+    names = {path.stem for path in SOURCE.glob("*.py")} - {"__init__", "__main__"}
+    assert set(ORDER) == names
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_a_module_imports_only_from_those_above_it(name):
+    above = {*ORDER[: ORDER.index(name)], "presage"}
+    for node in ast.walk(ast.parse((SOURCE / f"{name}.py").read_text())):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "presage":
+            home = node.module.split(".")[-1]
+            assert home in above, f"{name} imports {node.module}"
+            if home == "presage":  # from presage import module
+                assert {alias.name for alias in node.names} <= {*above, "__version__"}
+
+
+@pytest.mark.parametrize("package", ["matplotlib", "imageio"])
+def test_training_needs_no_plotting_or_video(package):
+    """Such packages are imported only inside the functions that use them."""
+    for path in SOURCE.glob("*.py"):
+        for node in ast.parse(path.read_text()).body:
+            names = (
+                [a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", "") or ""]
+            )
+            assert not any(name.split(".")[0] == package for name in names), path
+
+
+def test_nothing_unsafe_is_used():
+    for path in SOURCE.glob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            if isinstance(node, ast.Call) and isinstance(node.func, ast.Name):
+                assert node.func.id not in ("eval", "exec", "compile"), path
+            if isinstance(node, ast.Import | ast.ImportFrom):
+                names = [alias.name for alias in node.names] + [getattr(node, "module", None) or ""]
+                assert not {"pickle", "marshal", "shelve"} & set(names), path
+
+
+def test_the_readme_names_every_module_and_only_what_exists():
+    links = set(re.findall(r"\]\(([^)#:]+)\)", README))
+    for link in links:
+        assert (REPOSITORY / link).exists(), link
+    assert {f"src/presage/{name}.py" for name in ORDER} - links == {
+        "src/presage/errors.py",
+        "src/presage/progress.py",
+    }
+
+
+def test_the_readmes_make_targets_exist():
+    for target in re.findall(r"^make (\w+)", "\n".join(blocks(README, "console")), re.MULTILINE):
+        done = subprocess.run(["make", "-n", target], cwd=REPOSITORY, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+
+
+def commands() -> list[str]:
+    return [
+        line.split("#")[0].strip()
+        for line in "\n".join(blocks(README, "console")).splitlines()
+        if line[:8] == "presage "
+    ]
+
+
+@pytest.mark.parametrize("command", commands())
+def test_the_readmes_commands_work(command, tiny_run, tmp_path, monkeypatch):
+    shutil.copytree(tiny_run.path, tmp_path / "runs" / "quickstart")
+    monkeypatch.chdir(tmp_path)
+    done = cli(*command.split()[1:])
+    assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("number", range(len(blocks(README, "python"))))
+def test_the_readmes_python_works(number, tmp_path):
+    code = blocks(README, "python")[number]
+    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip()
+
+
+def test_the_data_formats_example_works(tiny_run):
+    (code,) = blocks((REPOSITORY / "docs" / "data.md").read_text(), "python")
+    folder = tiny_run.path / "data" / "iter-01"
+    done = subprocess.run(
+        [sys.executable, "-c", code + "\nprint(frame.shape, frame.std())"], cwd=folder, capture_output=True, text=True
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.startswith("(84, 84)")
+
+
+def test_the_ci_command_is_the_readmes():
+    assert "make test" in (REPOSITORY / ".ci" / "run").read_text()
