@@ -22,11 +22,12 @@ quickstart: $(BIN)/.ready
 	$(BIN)/presage evaluate $(RUN)
 	$(BIN)/presage report $(RUN) --out $(RUN)/report
 
+# One thread for each of the parallel test processes: more would only fight each other.
 test: $(BIN)/.ready
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	$(BIN)/pytest --cov --cov-report=
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --cov --cov-report=
 	@$(BIN)/coverage report --format=total | sed 's/^/coverage: /; s/$$/ %/'
 
 clean:

@@ -83,7 +83,9 @@ def test_the_rrnn_is_the_papers_equations():
         norm = (h - h.mean(1, keepdim=True)) / (h.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
         inner = torch.cat([norm.clamp(min=0), x], 1) @ net.f1.weight.T + net.f1.bias
         r = inner.clamp(min=0) @ net.f2.weight.T + net.f2.bias
-        torch.testing.assert_close(net.step(h, x), h + r if residual else r)
+        expected = h + r if residual else r
+        torch.testing.assert_close(net(h, x[:, None])[:, 0], expected)
+        torch.testing.assert_close(net.last(h, x[:, None]), expected)
 
 
 def test_an_lstm_step_uses_its_whole_history():

@@ -8,7 +8,7 @@ import torch
 import presage
 from conftest import weights
 from presage.batches import Batch
-from presage.config import ModelConfig, TrainConfig, preset
+from presage.config import ModelConfig, TrainConfig, preset, with_fields
 from presage.model import Model
 from presage.training import learning_rate, make_optimizer, scores, update_once
 
@@ -26,14 +26,14 @@ def small_model() -> Model:
 
 
 def test_the_papers_learning_rate_is_halved_for_the_second_half_of_each_iteration():
-    train = preset("paper").train
-    assert [learning_rate(train, 1, u) for u in (0, 23_999, 24_000, 47_999)] == [1e-4, 1e-4, 5e-5, 5e-5]
-    assert [learning_rate(train, i, 30_000) for i in (3, 4, 7)] == [5e-5, 2.5e-5, 5e-6]
+    paper = preset("paper")
+    assert [learning_rate(paper, 1, u) for u in (0, 23_999, 24_000, 47_999)] == [1e-4, 1e-4, 5e-5, 5e-5]
+    assert [learning_rate(paper, i, 30_000) for i in (3, 4, 7)] == [5e-5, 2.5e-5, 5e-6]
 
 
-def test_the_cosine_warms_up_and_ends_at_nothing():
-    train = TrainConfig(updates=1000, lr=((1, 1e-3),), lr_decay="cosine")
-    rates = [learning_rate(train, 1, u) for u in range(1000)]
+def test_the_cosine_warms_up_and_goes_down_to_nothing_over_the_whole_run():
+    config = with_fields(preset("paper"), iterations=2, updates=500, lr=((1, 1e-3),), lr_decay="cosine")
+    rates = [learning_rate(config, iteration, u) for iteration in (1, 2) for u in range(500)]
     assert rates[0] < 2e-5
     assert max(rates) == pytest.approx(1e-3, rel=0.05)
     assert rates[500] == pytest.approx(5e-4, rel=0.01)

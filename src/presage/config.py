@@ -63,7 +63,7 @@ class TrainConfig:
     lr: Schedule = ((1, 1e-4), (4, 5e-5), (7, 1e-5))
     """Adam's learning rate: pairs of (from iteration, value)."""
     lr_decay: Literal["halve", "cosine"] = "halve"
-    """Within an iteration: halved for its second half (the paper), or a short warm-up, then a cosine down to zero."""
+    """Halved for the second half of each iteration (the paper), or a cosine down to zero over the whole run."""
     weight_decay: float = 1e-4
     """L2 penalty, added to the gradient."""
     clamp: float = 1.0
@@ -130,9 +130,10 @@ PRESETS: dict[str, Config] = {
     "quickstart": Config(
         preset="quickstart",
         iterations=2,
-        data=DataConfig(first_steps=40_000, later_steps=8_000, heldout_steps=2_400, shard_steps=8_000, envs=16),
+        data=DataConfig(first_steps=40_000, later_steps=6_400, heldout_steps=1_600, shard_steps=20_000),
+        plan=PlanConfig(k=((1, 25),)),
         model=ModelConfig(channels=(16, 32, 32), hidden_size=250),
-        train=TrainConfig(updates=2_500, lr=((1, 1e-3),), lr_decay="cosine", checkpoint_every=500),
+        train=TrainConfig(updates=2_700, batch_size=64, lr=((1, 7e-4),), lr_decay="cosine", checkpoint_every=500),
     ),
     # Every path in seconds: nothing is learned.
     "debug": Config(

@@ -59,22 +59,25 @@ class RRNN(nn.Module):
 
     def forward(self, h: Tensor, controls: Tensor) -> Tensor:
         """h: [B, S], controls: [B, H, 3] -> the states after each step [B, H, S]."""
+        from_h, from_x = self.f1.weight[:, :-CONTROL], self.f1.weight[:, -CONTROL:]
+        pushes = F.linear(controls, from_x, self.f1.bias)  # [B, H, hidden]: what the controls do, for all steps at once
         states = []
-        for x in controls.unbind(1):
-            h = self.step(h, x)
+        for push in pushes.unbind(1):
+            h = self.step(h, push, from_h)
             states.append(h)
         return torch.stack(states, 1)
 
     def last(self, h: Tensor, controls: Tensor) -> Tensor:
-        """The state after the last step only [B, S]."""
+        """The state after the last step only [B, S]; step by step, as planning has thousands of rows."""
+        from_h, from_x = self.f1.weight[:, :-CONTROL], self.f1.weight[:, -CONTROL:]
         for x in controls.unbind(1):
-            h = self.step(h, x)
+            h = self.step(h, F.linear(x, from_x, self.f1.bias), from_h)
         return h
 
-    def step(self, h: Tensor, x: Tensor) -> Tensor:
+    def step(self, h: Tensor, push: Tensor, from_h: Tensor) -> Tensor:
         # ReLU comes before each linear layer, so that r may be negative; the control does not go through it.
-        inner = torch.cat([F.relu(layer_norm(h)), x], 1)  # [B, S + 3]
-        r: Tensor = self.f2(F.relu(self.f1(inner)))
+        inner = torch.addmm(push, F.relu(layer_norm(h)), from_h.T)  # f1 of the concatenation, in two halves
+        r: Tensor = self.f2(F.relu(inner))
         return h + r if self.residual else r
 
 

@@ -4,6 +4,7 @@ import base64
 import csv
 import html
 from collections.abc import Sequence
+from itertools import cycle
 from pathlib import Path
 from typing import Any
 
@@ -110,27 +111,28 @@ def save(figure: Any, stem: Path) -> Path:
 
 
 def draw_curves(runs: Sequence[Run], stem: Path) -> Path:
-    """Left the training loss over updates; right, for each game, what is left of the constant's held-out loss."""
+    """Left the training loss; right, for each game, the held-out loss as a share of the best constant's."""
     figure, (left, right) = plotting().subplots(1, 2, figsize=(10, 3.6))
-    for i, run in enumerate(runs):
+    styles = ("-", "--", ":", "-.")
+    for run, style in zip(runs, cycle(styles)):
         lines = run.metrics("train")
-        x = [(line["iteration"] - 1) * run.config.train.updates + line["update"] for line in lines]
-        left.plot(x, [line["loss"] for line in lines], color=COLOURS[i % len(COLOURS)], lw=1.4, label=run.path.name)
-    left.set(xlabel="updates", ylabel="training loss", ylim=(0, None))
-    left.legend(frameon=False)
-    bars = [(run, line, game) for run in runs for line in run.metrics("heldout") for game in line["games"]]
-    for i, (_, line, game) in enumerate(bars):
-        values = line["games"][game]
-        colour = COLOURS[list(line["games"]).index(game) % len(COLOURS)]
-        right.barh(i, values["baseline_cross_entropy"], color="#e3e3e3", height=0.7)
-        right.barh(i, values["cross_entropy"], color=colour, height=0.7)
-    names = [f"{game}, iteration {line['iteration']}" for _, line, game in bars]
-    right.set_yticks(
-        range(len(bars)),
-        names if len(runs) == 1 else [f"{r.path.name}: {n}" for (r, *_), n in zip(bars, names, strict=True)],
+        x = [line["iteration"] - 1 + line["update"] / run.config.train.updates for line in lines]
+        left.plot(x, [line["loss"] for line in lines], color=GREY, ls=style, lw=1.6, label=run.path.name)
+        known = run.metrics("heldout")
+        for game, colour in zip(run.config.games, cycle(COLOURS)):
+            values = [line["games"][game] for line in known]
+            share = [value["cross_entropy"] / value["baseline_cross_entropy"] for value in values]
+            label = game if len(runs) == 1 else f"{run.path.name}: {game}"
+            right.plot([line["iteration"] for line in known], share, color=colour, ls=style, marker="o", label=label)
+    left.set(xlabel="iterations", ylabel="training loss", ylim=(0, None))
+    right.axhline(1, color=GREY, lw=1)
+    right.annotate(
+        "the best constant", (0.99, 1), (0, -4), ("axes fraction", "data"), "offset points", ha="right", va="top"
     )
-    right.invert_yaxis()
-    right.set(xlabel="held-out cross-entropy (grey: the best constant)")
+    right.set(xlabel="iterations", ylabel="held-out loss / the constant's", ylim=(0, 1.1))
+    for axis in (left, right):
+        axis.xaxis.get_major_locator().set_params(integer=True)
+        axis.legend(frameon=False)
     figure.tight_layout()
     return save(figure, stem)
 

@@ -237,6 +237,8 @@ class Store:
         shard = read_shard(path)
         envs, length = shard["actions"].shape
         start, stop = self.size, self.size + envs * length
+        if stop > len(self.actions):
+            raise RunError(f"{path} holds more steps than the run's settings allow: was config.json edited?")
         last = shard["ended"].clone()
         last[:, -1] = True
         self.actions[start:stop] = shard["actions"].flatten()

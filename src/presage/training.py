@@ -22,12 +22,13 @@ HELDOUT_CASES = 2_000  # a game
 WARM_UP = 100  # updates, with lr_decay = cosine
 
 
-def learning_rate(config: TrainConfig, iteration: int, update: int) -> float:
-    base = at(config.lr, iteration)
-    if config.lr_decay == "halve":
-        return base if update < config.updates / 2 else base / 2
-    warm = min(1.0, (update + 1) / WARM_UP)
-    return base * warm * (0.5 + 0.5 * math.cos(math.pi * update / config.updates))
+def learning_rate(config: Config, iteration: int, update: int) -> float:
+    train, base = config.train, at(config.train.lr, iteration)
+    if train.lr_decay == "halve":
+        return base if update < train.updates / 2 else base / 2
+    done = (iteration - 1) * train.updates + update
+    warm = min(1.0, (done + 1) / WARM_UP)
+    return base * warm * (0.5 + 0.5 * math.cos(math.pi * done / (config.iterations * train.updates)))
 
 
 def make_optimizer(model: Model, config: TrainConfig) -> torch.optim.Adam:
@@ -72,7 +73,7 @@ def train_phase(
             asked = time.monotonic()
             batch = Batch(*(t.to(device, non_blocking=True) for t in next(batches)))
             waited += time.monotonic() - asked
-            lr = learning_rate(train, iteration, update)
+            lr = learning_rate(config, iteration, update)
             optimizer.param_groups[0]["lr"] = lr
             total += update_once(model, optimizer, batch, train.clamp)
             counted += 1
