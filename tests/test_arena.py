@@ -62,10 +62,10 @@ def overlap(size: int, target: int) -> np.ndarray:
 )
 def test_parity_with_the_plain_emulator_frame_by_frame(name, steps):
     """Rewards, deaths, ends and every pixel, across restarts; ale-py rounds its averages, hence 1 grey level."""
-    arena = Arena([atari_task(name)], 3, (5,))
+    arena = Arena([atari_task(name)], 3)
     plain = PlainEmulator(name)
     row, restarts, deaths, worst = 1, 0, 0, 0.0
-    for _, turn in zip(range(steps), play(arena, random_chooser(arena.tasks, 3, 0))):
+    for _, turn in zip(range(steps), play(arena, random_chooser(arena.tasks, 3, 0), (5,))):
         expected = shrink(np.maximum(*plain.screens))
         worst = max(worst, float(np.abs(turn.frames[row] - expected).max()))
         reward, died, over = plain.step(int(turn.actions[row]))
@@ -83,8 +83,8 @@ def test_parity_with_the_plain_emulator_frame_by_frame(name, steps):
 
 def test_no_op_starts_are_uniform_and_recorded():
     """n in 0 … 30 at each episode's start (S13), then the chooser's actions."""
-    arena = Arena([TOY], 400, (1,))
-    turns = play(arena, lambda stacks, fresh: np.ones(400, np.int64))
+    arena = Arena([TOY], 400)
+    turns = play(arena, lambda stacks, fresh: np.ones(400, np.int64), (1,))
     played = np.stack([next(turns).actions for _ in range(31)], 1)  # [400, 31]: none of the toy's episodes is shorter
     n = played.argmax(1)
     n[played.sum(1) == 0] = 31
@@ -99,9 +99,9 @@ def test_no_op_starts_are_uniform_and_recorded():
 
 def test_breakout_serves_at_the_start_and_after_each_death_and_only_then():
     task = atari_task("breakout")
-    arena = Arena([task], 4, (2,), noop_max=3)
+    arena = Arena([task], 4, noop_max=3)
     due, waited, served, deaths = np.ones(4, bool), np.zeros(4), 0, 0
-    turns = play(arena, lambda stacks, fresh: np.full(4, 2))  # the chooser itself never shoots
+    turns = play(arena, lambda stacks, fresh: np.full(4, 2), (2,))  # the chooser itself never shoots
     for _ in range(300):
         turn = next(turns)
         shot = turn.actions == task.serve
@@ -148,7 +148,7 @@ def test_frames_from_before_an_episode_are_never_shown(terminate):
         fresh_steps.append(bool(fresh[0]))
         return np.zeros(1, int)
 
-    turns = play(Arena([task], 1, (0,), noop_max=0), choose)
+    turns = play(Arena([task], 1, noop_max=0), choose, (0,))
     out = [next(turns) for _ in range(4)]
     # 11 12 13 (14: the end, replaced by the next episode's first frame) 15 …
     assert seen == [[11, 11, 11, 11], [11, 11, 11, 12], [11, 11, 12, 13], [15, 15, 15, 15]]
@@ -160,8 +160,8 @@ def test_frames_from_before_an_episode_are_never_shown(terminate):
 
 def test_the_cap_on_an_episode_counts_frames_and_is_no_death():
     assert MAX_FRAMES == 108_000
-    arena = Arena([atari_task("freeway")], 1, (0,), max_frames=400)
-    turns = play(arena, lambda stacks, fresh: np.zeros(1, np.int64))
+    arena = Arena([atari_task("freeway")], 1, max_frames=400)
+    turns = play(arena, lambda stacks, fresh: np.zeros(1, np.int64), (0,))
     ends = [next(turns) for _ in range(100)]
     arena.close()
     assert [bool(t.ended[0]) for t in ends] == [False] * 99 + [True]
@@ -171,8 +171,8 @@ def test_the_cap_on_an_episode_counts_frames_and_is_no_death():
 def test_the_same_seed_plays_the_same_games_and_another_does_not():
     def trace(seed):
         tasks = find(["breakout", "toy"])
-        arena = Arena(tasks, 2, (seed,))
-        turns = play(arena, random_chooser(tasks, 2, 9))
+        arena = Arena(tasks, 2)
+        turns = play(arena, random_chooser(tasks, 2, 9), (seed,))
         out = [next(turns) for _ in range(60)]
         arena.close()
         return np.stack([t.frames for t in out]), np.stack([t.actions for t in out])
@@ -186,8 +186,23 @@ def test_the_same_seed_plays_the_same_games_and_another_does_not():
 
 def test_sticky_actions_reach_the_emulator():
     """With chance 1 the first action is repeated for ever: a paddle told to move stands still."""
-    arena = Arena([atari_task("pong")], 1, (0,), noop_max=0, sticky=1.0)
-    turns = play(arena, lambda stacks, fresh: np.full(1, 3))
+    arena = Arena([atari_task("pong")], 1, noop_max=0, sticky=1.0)
+    turns = play(arena, lambda stacks, fresh: np.full(1, 3), (0,))
     paddles = [next(turns).frames[0, :, 70:78].astype(int) for _ in range(30)]
     arena.close()
     assert all((paddle == paddles[10]).all() for paddle in paddles[10:])
+
+
+@pytest.mark.parametrize("name", ["tennis", "beam_rider", "breakout"])
+def test_a_reset_forgets_everything_that_was_played(name):
+    """In Tennis and Beam Rider the emulator's own reset does not."""
+    arena = Arena([atari_task(name)], 2)
+
+    def trace(seed, steps):
+        turns = play(arena, random_chooser(arena.tasks, 2, seed), (seed,))
+        return np.stack([next(turns).frames for _ in range(steps)])
+
+    first = trace(1, 80)
+    trace(2, 150)
+    assert (trace(1, 80) == first).all()
+    arena.close()

@@ -12,7 +12,7 @@ from safetensors import safe_open
 
 from presage.arena import Arena, Turn, play
 from presage.batches import assemble, controls_table
-from presage.collect import collect_shard, random_chooser
+from presage.collect import collect_shard, open_arena, random_chooser
 from presage.config import preset, with_fields
 from presage.errors import RunError
 from presage.games import find
@@ -37,13 +37,13 @@ GAMES = ("pong", "breakout", "demon_attack")
 def played(tmp_path_factory):
     """A real shard of each of the paper's games, and the turns it was made of."""
     folder, tasks, envs, steps = tmp_path_factory.mktemp("shards"), find(GAMES), 4, 150
-    arena = Arena(tasks, envs, (1,))
+    arena = Arena(tasks, envs)
     writers = [
         ShardWriter(folder / f"{task.name}.safetensors", task, slice(i * envs, (i + 1) * envs), {"iteration": 1})
         for i, task in enumerate(tasks)
     ]
     turns = []
-    for _, turn in zip(range(steps), play(arena, random_chooser(tasks, envs, 0))):
+    for _, turn in zip(range(steps), play(arena, random_chooser(tasks, envs, 0), (1,))):
         turns.append(Turn(*(array.copy() for array in turn)))
         for writer in writers:
             writer.add(turn)
@@ -188,8 +188,10 @@ def test_a_shard_is_a_function_of_its_place_alone(tmp_path):
     config, tasks = with_fields(preset("debug"), games=["toy", "breakout"], seed=5), find(["toy", "breakout"])
     contents: list[dict[Path, bytes]] = []
     for name, shards in (("once", [1]), ("again", [2, 1]), ("other", [2])):
+        arena = open_arena(config, tasks)
         for shard in shards:
-            collect_shard(tmp_path / name, config, tasks, None, 1, shard, Interrupt())
+            collect_shard(tmp_path / name, config, arena, None, 1, shard, Interrupt())
+        arena.close()
         contents.append({p.name: p.read_bytes() for p in (tmp_path / name).rglob("shard-*")})
     once, again, other = contents
     assert once == {name: data for name, data in again.items() if "shard-001" in name}

@@ -41,8 +41,8 @@ def test_the_papers_games_have_the_papers_scores_and_thresholds():
 
 @pytest.mark.parametrize("name", sorted(WITHOUT_LIVES))
 def test_games_listed_without_lives_have_none(name):
-    arena = Arena([atari_task(name)], 2, (0,))
-    turns = play(arena, random_chooser(arena.tasks, 2, 0))
+    arena = Arena([atari_task(name)], 2)
+    turns = play(arena, random_chooser(arena.tasks, 2, 0), (0,))
     for _ in range(60):
         next(turns)
         assert arena.pools[0].lives.max() == 0
@@ -52,8 +52,8 @@ def test_games_listed_without_lives_have_none(name):
 def test_games_not_listed_there_do_have_lives():
     """After a little play: Amidar, for one, counts its lives only once it has begun."""
     for name in set(atari_games()) - set(WITHOUT_LIVES):
-        arena = Arena([atari_task(name)], 1, (0,), noop_max=0)
-        turns, seen = play(arena, random_chooser(arena.tasks, 1, 0)), 0
+        arena = Arena([atari_task(name)], 1, noop_max=0)
+        turns, seen = play(arena, random_chooser(arena.tasks, 1, 0), (0,)), 0
         for _ in range(40):
             next(turns)
             seen = max(seen, int(arena.pools[0].lives[0]))
@@ -66,9 +66,11 @@ def test_games_not_listed_there_do_have_lives():
 @pytest.mark.parametrize("name", sorted(n for n, rule in WITHOUT_LIVES.items() if rule == "negative_reward"))
 def test_the_rule_for_games_without_lives_is_a_lost_point(name):
     """Played at random until somebody loses points; Private Eye's fines are too rare to wait for."""
-    arena = Arena([atari_task(name)], 4, (0,))
+    arena = Arena([atari_task(name)], 4)
     deaths = 0
-    for _, turn in zip(range(150 if name == "private_eye" else 2000), play(arena, random_chooser(arena.tasks, 4, 0))):
+    for _, turn in zip(
+        range(150 if name == "private_eye" else 2000), play(arena, random_chooser(arena.tasks, 4, 0), (0,))
+    ):
         assert (turn.died == (turn.rewards < 0)).all()
         deaths += int(turn.died.sum())
         if deaths:
@@ -118,7 +120,7 @@ def test_a_task_that_makes_no_sense_is_refused(changes, says):
 )
 def test_a_task_whose_parts_return_the_wrong_thing_is_named(changes, says):
     with pytest.raises(UsageError, match=says):
-        next(play(Arena([make_task(**changes)], 2, (0,)), lambda stacks, fresh: np.zeros(2, int)))
+        next(play(Arena([make_task(**changes)], 2), lambda stacks, fresh: np.zeros(2, int), (0,)))
 
 
 def test_pictures_become_grey_84():

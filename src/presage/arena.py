@@ -35,7 +35,7 @@ class Step(NamedTuple):
 class Pool(Protocol):
     """Several copies of one task."""
 
-    def reset(self) -> Array: ...
+    def reset(self, seeds: Array) -> Array: ...
     def send(self, actions: Array) -> None: ...
     def recv(self) -> Step: ...
     def close(self) -> None: ...
@@ -44,11 +44,14 @@ class Pool(Protocol):
 class AtariPool:
     """ale-py's vector environment: frame skip 4, maximum of the last two frames, grey 84×84, unclipped rewards."""
 
-    def __init__(self, task: AtariTask, seeds: Array, sticky: float, threads: int, max_frames: int):
-        self.task, self.seeds = task, seeds
+    def __init__(self, task: AtariTask, envs: int, sticky: float, threads: int, max_frames: int):
+        self.task = task
+        # A seed makes the emulator load its ROM anew: slow, but the only reset that forgets everything (after a plain
+        # one ten games, Tennis among them, begin differently). A new emulator needs it for sticky actions only.
+        self.seed_now = sticky > 0
         self.envs = AtariVectorEnv(
             task.name,
-            len(seeds),
+            envs,
             num_threads=threads,
             max_num_frames_per_episode=max_frames,
             repeat_action_probability=sticky,
@@ -62,8 +65,9 @@ class AtariPool:
             use_fire_reset=False,
         )
 
-    def reset(self) -> Array:
-        frames, info = self.envs.reset(seed=self.seeds)
+    def reset(self, seeds: Array) -> Array:
+        frames, info = self.envs.reset(seed=seeds if self.seed_now else None)
+        self.seed_now = True
         self.lives: Array = info["lives"].copy()
         return np.asarray(frames[:, 0])
 
@@ -89,9 +93,9 @@ class AtariPool:
 class GymPool:
     """Copies of a Gymnasium environment, one after the other."""
 
-    def __init__(self, task: Task, seeds: Array):
-        self.task, self.seeds = task, seeds
-        self.envs = [task.make() for _ in seeds]
+    def __init__(self, task: Task, envs: int):
+        self.task = task
+        self.envs = [task.make() for _ in range(envs)]
         actions = getattr(self.envs[0].action_space, "n", None)
         if actions != len(task.controls):
             raise UsageError(
@@ -99,8 +103,8 @@ class GymPool:
                 "controls; there must be one for each discrete action."
             )
 
-    def reset(self) -> Array:
-        return np.stack([self._frame(e.reset(seed=int(s))[0]) for e, s in zip(self.envs, self.seeds, strict=True)])
+    def reset(self, seeds: Array) -> Array:
+        return np.stack([self._frame(e.reset(seed=int(s))[0]) for e, s in zip(self.envs, seeds, strict=True)])
 
     def send(self, actions: Array) -> None:
         self.actions = actions
@@ -135,13 +139,12 @@ class GymPool:
 
 
 class Arena:
-    """`envs` games of each task. Everything that happens follows from the seed and the actions."""
+    """`envs` games of each task. After a reset, everything follows from its seed and the actions."""
 
     def __init__(
         self,
         tasks: Sequence[Task],
         envs: int,
-        seed: Sequence[int],
         noop_max: int = 30,
         sticky: float = 0.0,
         threads: int = 0,
@@ -150,21 +153,21 @@ class Arena:
         self.tasks, self.envs, self.noop_max = tuple(tasks), envs, noop_max
         self.rows = len(tasks) * envs
         self.task_of = np.repeat(np.arange(len(tasks)), envs)  # [N]
-        self.randoms = [np.random.default_rng([*seed, row]) for row in range(self.rows)]
-        seeds = np.array([random.integers(2**31 - 1) for random in self.randoms], np.int32).reshape(-1, envs)
         self.pools: list[Pool] = [
-            AtariPool(task, s, sticky, threads, max_frames) if isinstance(task, AtariTask) else GymPool(task, s)
-            for task, s in zip(tasks, seeds, strict=True)
+            AtariPool(task, envs, sticky, threads, max_frames) if isinstance(task, AtariTask) else GymPool(task, envs)
+            for task in tasks
         ]
         self.noop = np.array([task.noop for task in tasks])[self.task_of]
         self.serve = np.array([-1 if task.serve is None else task.serve for task in tasks])[self.task_of]
 
-    def reset(self) -> Array:
-        """Start every game; its first frames [N, 84, 84]."""
+    def reset(self, seed: Sequence[int]) -> Array:
+        """Start every game, as if nothing had been played before; its first frames [N, 84, 84]."""
+        self.randoms = [np.random.default_rng([*seed, row]) for row in range(self.rows)]
+        seeds = np.array([random.integers(2**31 - 1) for random in self.randoms], np.int32).reshape(-1, self.envs)
         self.noops_left = np.zeros(self.rows, np.int64)
         self.serve_due = np.zeros(self.rows, bool)
         self._start(np.ones(self.rows, bool))
-        return np.concatenate([pool.reset() for pool in self.pools])
+        return np.concatenate([pool.reset(some) for pool, some in zip(self.pools, seeds, strict=True)])
 
     def send(self, actions: Array) -> Array:
         """Play one step; the actions really played: doing nothing at first (S13), serving when due (S14)."""
@@ -204,9 +207,9 @@ class Turn(NamedTuple):
     ended: Array
 
 
-def play(arena: Arena, choose: Chooser) -> Iterator[Turn]:
+def play(arena: Arena, choose: Chooser, seed: Sequence[int]) -> Iterator[Turn]:
     """The game loop, for ever: collecting, evaluating and watching all fold over it."""
-    frames = arena.reset()
+    frames = arena.reset(seed)
     fresh = np.ones(arena.rows, bool)
     stacks = np.empty((arena.rows, STACK, FRAME, FRAME), np.uint8)
     while True:

@@ -18,7 +18,7 @@ from presage import __version__
 from presage.agent import Agent, device_of
 from presage.arena import Arena, play
 from presage.batches import Batch, Sampler, assemble, controls_table, stream
-from presage.collect import collect_shard, random_chooser
+from presage.collect import collect_shard, open_arena, random_chooser
 from presage.config import Config, preset, with_fields
 from presage.games import atari_games, find
 from presage.model import Model
@@ -47,7 +47,7 @@ def measure(seconds: float, device_name: str, games: Sequence[str | Task]) -> di
         say("emulator …")
         emulator = raw_steps_per_s(tasks, seconds)
         say("collecting …")
-        collected = collect_shard(run, config, tasks, agent, 1, 1, Interrupt())
+        collected = collect_shard(run, config, open_arena(config, tasks), agent, 1, 1, Interrupt())
         say("planning …")
         planning = plan_times(agent, tasks, seconds)
         say("updates …")
@@ -68,8 +68,8 @@ def measure(seconds: float, device_name: str, games: Sequence[str | Task]) -> di
 
 def raw_steps_per_s(tasks: Sequence[Task], seconds: float) -> float:
     """Random actions, nothing stored: the floor for collecting."""
-    arena = Arena(tasks, ENVS, (0,))
-    turns = play(arena, random_chooser(tasks, ENVS, 0))
+    arena = Arena(tasks, ENVS)
+    turns = play(arena, random_chooser(tasks, ENVS, 0), (0,))
     next(turns)
     rate = arena.rows / timed(lambda: next(turns), seconds, torch.device("cpu"))
     arena.close()

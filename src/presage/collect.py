@@ -21,6 +21,10 @@ from presage.tasks import Spec, Task
 ARENA, CHOOSER = 1, 2  # which generator a seed is for
 
 
+def open_arena(config: Config, tasks: Sequence[Task]) -> Arena:
+    return Arena(tasks, config.data.envs, config.data.noop_max, config.data.sticky, config.machine.threads)
+
+
 def whole_seed(*parts: int) -> int:
     """One number that depends on all of these."""
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
@@ -39,17 +43,16 @@ def random_chooser(tasks: Sequence[Task], envs: int, seed: int) -> Chooser:
 def collect_shard(
     run: Path,
     config: Config,
-    tasks: Sequence[Task],
+    arena: Arena,
     agent: Agent | None,
     iteration: int,
     shard: int,
     interrupt: Interrupt,
 ) -> dict[str, Any]:
     """Play one shard, at random where there is no agent yet; what it took and scored."""
-    place, data = (config.seed, iteration, shard), config.data
+    place, data, tasks = (config.seed, iteration, shard), config.data, arena.tasks
     lengths = shard_lengths(config, iteration)
     steps = lengths[shard]
-    arena = Arena(tasks, data.envs, (*place, ARENA), data.noop_max, data.sticky, config.machine.threads)
     seed = whole_seed(*place, CHOOSER)
     if agent is None:
         choose = random_chooser(tasks, data.envs, seed)
@@ -66,7 +69,7 @@ def collect_shard(
     name = "held out" if shard == HELDOUT else f"{shard} of {len(lengths) - 1}"
     try:
         with Bar(f"iteration {iteration}: play, shard {name}", steps * arena.rows, "steps") as bar:
-            for _, turn in zip(range(steps), play(arena, choose), strict=False):
+            for _, turn in zip(range(steps), play(arena, choose, (*place, ARENA)), strict=False):
                 for writer in writers:
                     writer.add(turn)
                 bar.advance(arena.rows)
@@ -74,7 +77,6 @@ def collect_shard(
                     raise Interrupted
         episodes = {task.name: writer.close() for task, writer in zip(tasks, writers, strict=True)}
     finally:
-        arena.close()
         for writer in writers:
             writer.packer.shutdown(cancel_futures=True)
     seconds = time.monotonic() - began

@@ -47,7 +47,7 @@ def _game(
     agent: Agent, task: Task, episodes: int, k: int | None, seed: int, random: bool, sticky: float, max_frames: int
 ) -> dict[str, Any]:
     rows = min(episodes, PARALLEL)
-    arena = Arena([task], rows, (seed, ARENA), sticky=sticky, max_frames=max_frames)
+    arena = Arena([task], rows, sticky=sticky, max_frames=max_frames)
     quota = np.full(rows, episodes // rows) + (np.arange(rows) < episodes % rows)  # episodes each row still owes
     chooser = random_chooser([task], rows, whole_seed(seed, CHOOSER))
     planner = agent.planner([Spec.of(task)] * rows, whole_seed(seed, CHOOSER), k)
@@ -60,7 +60,8 @@ def _game(
         return actions
 
     chosen: Chooser = chooser if random else choose
-    scores, steps = fold_episodes(arena, chosen, quota, f"{'random play' if random else 'evaluate'}: {task.name}")
+    title = f"{'random play' if random else 'evaluate'}: {task.name}"
+    scores, steps = fold_episodes(arena, chosen, (seed, ARENA), quota, title)
     arena.close()
     mean = float(np.mean(scores))
     return {
@@ -75,12 +76,14 @@ def _game(
     }
 
 
-def fold_episodes(arena: Arena, choose: Chooser, quota: Array, title: str) -> tuple[list[float], int]:
+def fold_episodes(
+    arena: Arena, choose: Chooser, seed: Sequence[int], quota: Array, title: str
+) -> tuple[list[float], int]:
     """Play until every row has finished its quota of episodes; their scores and the steps they took."""
     scores: list[float] = []
     running, steps = np.zeros(arena.rows), 0
     with Bar(title, int(quota.sum()), "episodes") as bar:
-        for turn in play(arena, choose):
+        for turn in play(arena, choose, seed):
             counting = quota > 0
             steps += int(counting.sum())
             running += turn.rewards

@@ -22,10 +22,10 @@ def episode(agent: Agent, game: str | Task, seed: int = 0, video: Path | None = 
     """Play it to its end; its score, steps and deaths."""
     task = find([game or next(iter(agent.specs))])[0]
     film = Film(video) if video else None
-    arena = Arena([task], 1, (seed, ARENA))
+    arena = Arena([task], 1)
     score, steps, deaths = 0.0, 0, 0
     with Bar(f"play {task.name}", MAX_STEPS, "steps") as bar:
-        for turn in play(arena, agent.planner([Spec.of(task)], whole_seed(seed, CHOOSER))):
+        for turn in play(arena, agent.planner([Spec.of(task)], whole_seed(seed, CHOOSER)), (seed, ARENA)):
             score, steps, deaths = score + float(turn.rewards[0]), steps + 1, deaths + int(turn.died[0])
             if film:
                 film.add(turn)

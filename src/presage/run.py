@@ -4,7 +4,7 @@ import fcntl
 import json
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -13,8 +13,9 @@ import torch
 
 from presage import __version__, checkpoint
 from presage.agent import Agent, device_of, load, read_config
+from presage.arena import Arena
 from presage.checkpoint import Position
-from presage.collect import collect_shard
+from presage.collect import collect_shard, open_arena
 from presage.config import Config, differences, preset, to_json, with_fields
 from presage.errors import RunError, UsageError
 from presage.evaluation import evaluate
@@ -68,7 +69,7 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
     if config.train.init_from:
         donor(config)  # refused, if it must be, before anything is written
     agree(path, config, tasks)
-    with locked(path), Interrupt() as interrupt:
+    with locked(path), Interrupt() as interrupt, ExitStack() as opened:
         threads(config)
         model, optimizer, position = restore(path, config, device)
         if position == Position(config.iterations, position.update, finished=True):
@@ -80,15 +81,16 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
         say(f"network: {', '.join(f'{n:,} {name}' for name, n in counts.items())} parameters, on {device}")
         say(f"data: {space}")
         store = Store(tasks, space, device)
+        arena: Arena | None = None
         for iteration in range(1, config.iterations + 1):
             # Play, unless it was played before.
             for shard in range(len(shard_lengths(config, iteration))):
                 files = [shard_path(path, iteration, shard, task.name) for task in tasks]
                 if not all(file.exists() for file in files):
                     agent = None if iteration == 1 else load(path, iteration - 1, config.machine.device)
-                    metrics.log(
-                        "collect", iteration, collect_shard(path, config, tasks, agent, iteration, shard, interrupt)
-                    )
+                    arena = arena or opened.enter_context(closing(open_arena(config, tasks)))
+                    played = collect_shard(path, config, arena, agent, iteration, shard, interrupt)
+                    metrics.log("collect", iteration, played)
                 for index, file in enumerate(files):
                     store.add(file, iteration, index, heldout=shard == HELDOUT)
             if position.is_past(iteration):
