@@ -99,6 +99,7 @@ def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tm
     names = {p.name for p in (tmp_path / "report").iterdir()}
     assert names >= {
         "index.html",
+        "summary.md",
         "learning.csv",
         "heldout.csv",
         "scores.csv",
@@ -108,6 +109,7 @@ def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tm
     }
     assert "held-out" in (tmp_path / "report" / "curves.svg").read_text() or page.count("data:image/svg+xml") == 2
     assert "http://" not in page.replace("http://www.w3.org", "")
+    assert "| toy | " in (tmp_path / "report" / "summary.md").read_text()
     rows = (tmp_path / "report" / "heldout.csv").read_text().splitlines()
     assert len(rows) == 1 + 2 * 2  # iterations × games
     assert rows[0].startswith("run,iteration,game,cases,cross_entropy,baseline_cross_entropy,died_precision")

@@ -4,6 +4,7 @@ import gymnasium as gym
 import numpy as np
 import pytest
 
+import presage
 from presage.arena import Arena, play
 from presage.collect import random_chooser
 from presage.errors import UsageError
@@ -118,9 +119,10 @@ def test_a_task_that_makes_no_sense_is_refused(changes, says):
         ({"frame": lambda picture: "no picture"}, "not str"),
     ],
 )
-def test_a_task_whose_parts_return_the_wrong_thing_is_named(changes, says):
+def test_a_task_whose_parts_return_the_wrong_thing_is_named_and_nothing_is_written(changes, says, tmp_path):
     with pytest.raises(UsageError, match=says):
-        next(play(Arena([make_task(**changes)], 2), lambda stacks, fresh: np.zeros(2, int), (0,)))
+        presage.train(preset="debug", run=tmp_path / "run", games=[make_task(**changes)])
+    assert not (tmp_path / "run").exists()
 
 
 def test_pictures_become_grey_84():

@@ -5,6 +5,7 @@ row r plays tasks[r // envs].
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
@@ -153,12 +154,17 @@ class Arena:
         self.tasks, self.envs, self.noop_max = tuple(tasks), envs, noop_max
         self.rows = len(tasks) * envs
         self.task_of = np.repeat(np.arange(len(tasks)), envs)  # [N]
-        self.pools: list[Pool] = [
-            AtariPool(task, envs, sticky, threads, max_frames) if isinstance(task, AtariTask) else GymPool(task, envs)
-            for task in tasks
-        ]
+        self.options = (sticky, threads, max_frames)
         self.noop = np.array([task.noop for task in tasks])[self.task_of]
         self.serve = np.array([-1 if task.serve is None else task.serve for task in tasks])[self.task_of]
+
+    @cached_property
+    def pools(self) -> list[Pool]:
+        """Opened when first played: a run that is only looked at starts no emulators."""
+        return [
+            AtariPool(task, self.envs, *self.options) if isinstance(task, AtariTask) else GymPool(task, self.envs)
+            for task in self.tasks
+        ]
 
     def reset(self, seed: Sequence[int]) -> Array:
         """Start every game, as if nothing had been played before; its first frames [N, 84, 84]."""
@@ -187,13 +193,24 @@ class Arena:
         return step
 
     def close(self) -> None:
-        for pool in self.pools:
+        for pool in self.__dict__.pop("pools", ()):
             pool.close()
 
     def _start(self, fresh: Array) -> None:
         for row in np.flatnonzero(fresh):
             self.noops_left[row] = self.randoms[row].integers(self.noop_max + 1)
         self.serve_due |= fresh & (self.serve >= 0)
+
+
+def rehearse(task: Task) -> None:
+    """Open a task's environment and play one step: what is wrong with it shows before a run begins."""
+    pool = GymPool(task, 1)
+    try:
+        pool.reset(np.zeros(1, np.int32))
+        pool.send(np.array([task.noop]))
+        pool.recv()
+    finally:
+        pool.close()
 
 
 class Turn(NamedTuple):

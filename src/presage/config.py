@@ -126,8 +126,8 @@ class Config:
 PRESETS: dict[str, Config] = {
     # Every number of the paper.
     "paper": Config(),
-    # Ten minutes on two CPU cores: little data, a narrow network, a high learning rate. The second iteration, on planned
-    # play, is what lifts Pong: from random play alone the network learns to expect deaths, not yet to avoid them.
+    # Ten minutes on two CPU cores: little data, a narrow network, a high learning rate. Two iterations because of Pong,
+    # where random play alone teaches the network to expect deaths, hardly yet to avoid them.
     "quickstart": Config(
         preset="quickstart",
         iterations=2,

@@ -27,6 +27,7 @@ def write(folders: Sequence[Path], out: Path) -> Path:
     for name, rows in tables.items():
         write_csv(out / f"{name}.csv", rows)
     pictures = [draw_curves(runs, out / "curves"), draw_scores(tables["scores"], out / "scores")]
+    (out / "summary.md").write_text("\n".join(summary(run, tables) for run in runs))
     page = out / "index.html"
     page.write_text(render(runs, tables, [picture for picture in pictures if picture]))
     return page
@@ -80,6 +81,32 @@ def speed(runs: Sequence[Run]) -> Rows:
                 }
             )
     return rows
+
+
+def summary(run: Run, tables: dict[str, Rows]) -> str:
+    """A run's result as a Markdown table, with what it was made with."""
+    start, laps = run.metrics("start")[-1], run.metrics("iteration")
+    minutes = sum(sum(lap["seconds"].values()) for lap in laps) / 60
+    rows = [row for row in tables["scores"] if row["run"] == run.path.name]
+    latest = {(row["game"], row["policy"]): row for row in rows}
+    known = {row["game"]: row for row in tables["heldout"] if row["run"] == run.path.name}  # the last iteration's
+    lines = [
+        "| game | random play | planned play | human | held-out loss | the best constant's |",
+        "|---|---|---|---|---|---|",
+    ]
+    for game in run.config.games:
+        played = " | ".join(interval(latest.get((game, policy))) for policy in ("random", "planned"))
+        human = next((cell(row["human"]) for row in rows if row["game"] == game), "")
+        losses = f"{known[game]['cross_entropy']:.4f} | {known[game]['baseline_cross_entropy']:.4f}"
+        lines.append(f"| {game} | {played} | {human} | {losses} |")
+    episodes = max((row["episodes"] for row in rows), default=0)
+    made = f"`presage train --preset {run.config.preset}`, seed {run.config.seed}, {minutes:.1f} minutes"
+    machine = f"{start['device']}, torch {start['torch']}, commit {start['commit'] or 'unknown'}"
+    return "\n".join([*lines, "", f"{made} ({machine}); {episodes} full episodes a game, mean and 95 % interval.", ""])
+
+
+def interval(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{row['mean']:.2f} ({row['ci95_low']:.2f} … {row['ci95_high']:.2f})"
 
 
 def write_csv(path: Path, rows: Rows) -> None:

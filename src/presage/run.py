@@ -3,9 +3,12 @@
 import fcntl
 import json
 import os
+import subprocess
+import time
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack, closing, contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -13,17 +16,18 @@ import torch
 
 from presage import __version__, checkpoint
 from presage.agent import Agent, device_of, load, read_config
-from presage.arena import Arena
+from presage.arena import rehearse
 from presage.checkpoint import Position
 from presage.collect import collect_shard, open_arena
-from presage.config import Config, differences, preset, to_json, with_fields
+from presage.config import Config, differences, to_json, with_fields
+from presage.config import preset as preset_config
 from presage.errors import RunError, UsageError
 from presage.evaluation import evaluate
 from presage.files import write_bytes, write_json
-from presage.games import find
+from presage.games import AtariTask, find
 from presage.model import Model
 from presage.progress import Interrupt, say
-from presage.store import HELDOUT, Store, budget, machine_memory, shard_lengths, shard_path
+from presage.store import HELDOUT, Budget, Store, budget, machine_memory, shard_lengths, shard_path
 from presage.tasks import Spec, Task
 from presage.training import heldout, make_optimizer, train_phase
 
@@ -58,65 +62,114 @@ def train(
     return carry_out(config, tasks, Path(run))
 
 
-preset_config = preset  # train's argument has the same name
-
-
 def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
-    device = device_of(config.machine.device)
-    unknown = set(config.plan.thresholds) - set(config.games)
-    if unknown:
-        raise UsageError(f"thresholds name {', '.join(sorted(unknown))}, which this run does not play.")
-    if config.train.init_from:
-        donor(config)  # refused, if it must be, before anything is written
+    check_request(config, tasks)
     agree(path, config, tasks)
-    with locked(path), Interrupt() as interrupt, ExitStack() as opened:
-        threads(config)
+    with locked(path), Interrupt() as interrupt, closing(open_arena(config, tasks)) as arena:
+        device = device_of(config.machine.device)
+        fix_threads(config)
         model, optimizer, position = restore(path, config, device)
-        if position == Position(config.iterations, position.update, finished=True):
+        if position.is_past(config.iterations):
             say(f"{path} is finished: {config.iterations} iterations. `presage evaluate {path}` plays with it.")
             return Run(path, config)
-        metrics = Metrics(path, position)
-        space = budget(config, len(tasks), machine_memory())
-        counts = model.parameters_by_part()
-        say(f"network: {', '.join(f'{n:,} {name}' for name, n in counts.items())} parameters, on {device}")
-        say(f"data: {space}")
-        store = Store(tasks, space, device)
-        arena: Arena | None = None
+        metrics, clock = Metrics(path, position), Clock()
+        metrics.log("start", position.iteration, provenance(device))
+        store = Store(tasks, announced_budget(config, tasks, model, device), device)
         for iteration in range(1, config.iterations + 1):
             # Play, unless it was played before.
             for shard in range(len(shard_lengths(config, iteration))):
-                files = [shard_path(path, iteration, shard, task.name) for task in tasks]
-                if not all(file.exists() for file in files):
+                if not all(file.exists() for file in shard_files(path, iteration, shard, tasks)):
                     agent = None if iteration == 1 else load(path, iteration - 1, config.machine.device)
-                    arena = arena or opened.enter_context(closing(open_arena(config, tasks)))
                     played = collect_shard(path, config, arena, agent, iteration, shard, interrupt)
                     metrics.log("collect", iteration, played)
-                for index, file in enumerate(files):
+                for index, file in enumerate(shard_files(path, iteration, shard, tasks)):
                     store.add(file, iteration, index, heldout=shard == HELDOUT)
+            clock.lap("collect")
             if position.is_past(iteration):
                 continue
 
-            # Learn.
+            # Learn, from where a checkpoint inside this iteration left off.
             def save(update: int, iteration: int = iteration) -> None:
                 checkpoint.save(path, Position(iteration, update, finished=False), model, optimizer)
 
             start = position.update if iteration == position.iteration else 0
-            train_phase(
-                model, optimizer, store, config, iteration, start, save, metrics.logger("train", iteration), interrupt
-            )
+            log = partial(metrics.log, "train", iteration)
+            train_phase(model, optimizer, store, config, iteration, start, save, log, interrupt)
             save(config.train.updates)
+            clock.lap("train")
 
-            # Look, and save.
+            # Look, and finish.
             known = heldout(model, store, config)
             metrics.log("heldout", iteration, {"games": known})
-            for name, game in known.items():
-                loss, constant = game["cross_entropy"], game["baseline_cross_entropy"]
-                say(f"  {name}: held-out loss {loss:.4f}, the best constant's {constant:.4f}")
+            announce(known)
+            clock.lap("heldout")
             if config.evaluate_episodes:
                 agent = Agent(model, [Spec.of(task) for task in tasks], config, iteration, device)
                 add_line(path / "evaluations.jsonl", evaluate(agent, tasks, config.evaluate_episodes, seed=config.seed))
+                clock.lap("evaluate")
+            metrics.log("iteration", iteration, {"seconds": clock.laps()})
             checkpoint.save(path, Position(iteration, config.train.updates, finished=True), model, optimizer)
         return Run(path, config)
+
+
+def check_request(config: Config, tasks: Sequence[Task]) -> None:
+    """Everything that can be refused before anything is written."""
+    device_of(config.machine.device)
+    unknown = set(config.plan.thresholds) - set(config.games)
+    if unknown:
+        raise UsageError(f"thresholds name {', '.join(sorted(unknown))}, which this run does not play.")
+    if config.train.init_from:
+        donor(config)
+    for task in tasks:
+        if not isinstance(task, AtariTask):
+            rehearse(task)
+
+
+def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -> list[Path]:
+    return [shard_path(path, iteration, shard, task.name) for task in tasks]
+
+
+def announced_budget(config: Config, tasks: Sequence[Task], model: Model, device: torch.device) -> Budget:
+    """What will be used, said before it is."""
+    space = budget(config, len(tasks), machine_memory())
+    counts = [f"{number:,} {part}" for part, number in model.parameters_by_part().items()]
+    say(f"network: {', '.join(counts)} parameters, on {device}")
+    say(f"data: {space}")
+    return space
+
+
+def announce(known: dict[str, dict[str, Any]]) -> None:
+    for name, game in known.items():
+        loss, constant = game["cross_entropy"], game["baseline_cross_entropy"]
+        foreseen = f"foresees deaths with F1 {game['died']['f1']:.2f}, points with {game['scored']['f1']:.2f}"
+        say(f"  {name}: held-out loss {loss:.4f} (the best constant's {constant:.4f}), {foreseen}")
+
+
+def provenance(device: torch.device) -> dict[str, Any]:
+    """What a result was made with and on."""
+    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
+    try:
+        commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
+    except (OSError, subprocess.CalledProcessError):
+        commit = ""  # not run from a checkout
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
+    return {"presage": __version__, "commit": commit, "torch": torch.__version__, "device": name}
+
+
+class Clock:
+    """Seconds that each stage of an iteration took, in this process."""
+
+    def __init__(self) -> None:
+        self.seconds: dict[str, float] = {}
+        self.last = time.monotonic()
+
+    def lap(self, stage: str) -> None:
+        now = time.monotonic()
+        self.seconds[stage], self.last = now - self.last, now
+
+    def laps(self) -> dict[str, float]:
+        seconds, self.seconds = self.seconds, {}
+        return seconds
 
 
 def agree(path: Path, config: Config, tasks: Sequence[Task]) -> None:
@@ -165,7 +218,7 @@ def donor(config: Config) -> Agent:
     return agent
 
 
-def threads(config: Config) -> None:
+def fix_threads(config: Config) -> None:
     """Fix the number now: PyTorch may otherwise change it by itself later, and with it the order of sums."""
     torch.set_num_threads(config.machine.threads or torch.get_num_threads())
 
@@ -191,6 +244,8 @@ class Metrics:
 
     @staticmethod
     def _stands(line: dict[str, Any], run: Path, position: Position) -> bool:
+        if line["stage"] == "start":
+            return True
         if line["stage"] == "collect":
             return all(shard_path(run, line["iteration"], line["shard"], game).exists() for game in line["games"])
         if line["iteration"] != position.iteration:
@@ -199,9 +254,6 @@ class Metrics:
 
     def log(self, stage: str, iteration: int, values: dict[str, Any]) -> None:
         add_line(self.path, {"stage": stage, "iteration": iteration, **values})
-
-    def logger(self, stage: str, iteration: int) -> Any:
-        return lambda values: self.log(stage, iteration, values)
 
 
 def add_line(path: Path, content: dict[str, Any]) -> None:

@@ -67,34 +67,59 @@ def train_phase(
     model.train()
     if train.trainable == "valuation":
         model.perception.eval()  # a frozen Perception keeps its batch statistics
-    total, counted, waited, began = torch.zeros((), device=device), 0, 0.0, time.monotonic()
+    recent = Recent(device)
     with Bar(f"iteration {iteration}: train", train.updates, "updates", start) as bar:
         for update in range(start, train.updates):
             asked = time.monotonic()
             batch = Batch(*(t.to(device, non_blocking=True) for t in next(batches)))
-            waited += time.monotonic() - asked
+            waited = time.monotonic() - asked
             lr = learning_rate(config, iteration, update)
             optimizer.param_groups[0]["lr"] = lr
-            total += update_once(model, optimizer, batch, train.clamp)
-            counted += 1
+            recent.add(update_once(model, optimizer, batch, train.clamp), waited)
             done = update + 1
-            if done % LOG_EVERY == 0 or done == train.updates:
-                mean, seconds = float(total) / counted, time.monotonic() - began
-                if not math.isfinite(mean):
-                    raise RunError(
-                        f"the loss is {mean} near update {done} of iteration {iteration}; the last checkpoint stands: "
-                        f"start again in another folder with a lower --lr."
-                    )
-                speed = {"updates_per_s": counted / seconds, "wait_fraction": waited / seconds}
-                log({"update": done, "loss": mean, "lr": lr, **speed})
-                total, counted, waited, began = torch.zeros((), device=device), 0, 0.0, time.monotonic()
-                bar.advance(0, f"loss {mean:.4f}")
-            bar.advance()
+            due = done % train.checkpoint_every == 0 and done < train.updates
+            if due or interrupt.wanted:
+                recent.loss()  # a network that is lost is not saved over one that is not
+                save(done)
             if interrupt.wanted:
-                save(done)
                 raise Interrupted
-            if done % train.checkpoint_every == 0 and done < train.updates:
-                save(done)
+            if done % LOG_EVERY == 0 or done == train.updates:
+                bar.advance(0, f"loss {recent.loss():.4f}")
+                log({"update": done, "lr": lr, **recent.told()})
+            bar.advance()
+
+
+class Recent:
+    """Loss and speed since they were last told."""
+
+    def __init__(self, device: torch.device):
+        self.device = device
+        self.clear()
+
+    def clear(self) -> None:
+        self.total, self.count = torch.zeros((), device=self.device), 0
+        self.waited, self.began = 0.0, time.monotonic()
+
+    def add(self, loss: Tensor, waited: float) -> None:
+        self.total += loss
+        self.count += 1
+        self.waited += waited
+
+    def loss(self) -> float:
+        mean = float(self.total) / self.count
+        if not math.isfinite(mean):
+            raise RunError(
+                f"the loss has become {mean}; the last checkpoint stands, but training would fail again: "
+                "start in another folder with a lower --lr."
+            )
+        return mean
+
+    def told(self) -> dict[str, float]:
+        seconds = time.monotonic() - self.began
+        speed = {"updates_per_s": self.count / seconds, "wait_fraction": self.waited / seconds}
+        values = {"loss": self.loss(), **speed}
+        self.clear()
+        return values
 
 
 @torch.inference_mode()
