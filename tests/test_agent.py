@@ -75,7 +75,7 @@ def test_other_wrong_questions_are_refused(tiny_run, frames):
         agent.plan(frames[0], "toy", k=0)
     with pytest.raises(UsageError, match="no game 'pongg'"):
         agent.plan(frames[0], "pongg")
-    with pytest.raises(UsageError, match="episodes and k must be at least 1"):
+    with pytest.raises(UsageError, match="episodes, k and max_frames must be at least 1"):
         presage.evaluate(agent, episodes=0)
 
 
@@ -113,7 +113,7 @@ def edited(folder, **changes):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"format": 2}, "written by a newer presage"),
+        ({"iteration": "one"}, "does not say its iteration"),
         ({"format": "one"}, "does not say its format"),
         ({"sha256": {}}, "checksum of model.safetensors is not recorded"),
         ({"sha256": {"model.safetensors": "00"}}, "its SHA-256 is not the one recorded"),
@@ -126,6 +126,23 @@ def test_a_foreign_or_damaged_export_is_refused(tiny_run, tmp_path, changes, say
     folder = edited(tiny_run.agent().export(tmp_path / "export"), **changes)
     with pytest.raises(RunError, match=says):
         load(folder)
+
+
+def test_an_export_of_a_newer_version_is_refused(tiny_run, tmp_path):
+    folder = edited(tiny_run.agent().export(tmp_path / "export"), format=2)
+    with pytest.raises(UsageError, match="written by a newer presage"):
+        load(folder)
+
+
+def test_plans_are_carried_on_and_drawn_anew(tiny_run, frames):
+    """In a loop of one's own: other sequences at each step, and the best of the step before moved on (S17)."""
+    agent = tiny_run.agent()
+    first = agent.plan(frames[0], "toy")
+    second = agent.plan(frames[0], "toy", previous=first)
+    assert second.candidates[0, :-1].tolist() == first.sequence[1:].tolist()
+    assert (second.candidates[1:] != first.candidates[1:]).any()
+    with pytest.raises(UsageError, match="another number of games"):
+        agent.plan(frames, "toy", previous=first)
 
 
 def test_weights_of_another_shape_are_refused(tiny_run, tmp_path):

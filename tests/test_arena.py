@@ -121,12 +121,12 @@ class Counting(Env):
     observation_space = spaces.Box(0, 255, (84, 84), np.uint8)
     action_space = spaces.Discrete(2)
 
-    def __init__(self, terminate: bool):
-        self.terminate, self.total = terminate, 10
+    def __init__(self, terminate: bool, length: int = 3):
+        self.terminate, self.length, self.total = terminate, length, 10
 
     def picture(self):
         self.total += 1
-        return np.full((84, 84), self.total, np.uint8)
+        return np.full((84, 84), self.total % 256, np.uint8)
 
     def reset(self, *, seed=None, options=None):
         self.steps = 0
@@ -134,7 +134,7 @@ class Counting(Env):
 
     def step(self, action):
         self.steps += 1
-        ended = self.steps == 3
+        ended = self.steps == self.length
         return self.picture(), 1.0, ended and self.terminate, ended and not self.terminate, {}
 
 
@@ -206,3 +206,11 @@ def test_a_reset_forgets_everything_that_was_played(name):
     trace(2, 150)
     assert (trace(1, 80) == first).all()
     arena.close()
+
+
+def test_an_environment_that_never_ends_is_cut_at_the_same_cap():
+    task = Task("endless", lambda: Counting(True, length=10**9), ((0, 0, 0), (1, 0, 0)))
+    turns = play(Arena([task], 1, noop_max=0, max_frames=40), lambda stacks, fresh: np.zeros(1, int), (0,))
+    out = [next(turns) for _ in range(20)]
+    assert [i for i, turn in enumerate(out) if turn.ended[0]] == [9, 19]
+    assert not any(turn.died[0] for turn in out)

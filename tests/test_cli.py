@@ -41,6 +41,8 @@ def test_help_lists_the_commands_and_each_has_its_own():
         (("evaluate", "nowhere"), "there is no run in nowhere"),
         (("evaluate", "nowhere", "--episodes", "none"), "--episodes"),
         (("play", "nowhere"), "there is no run in nowhere"),
+        (("bench", "--seconds", "0"), "seconds must be more than 0"),
+        (("train", "--preset", "debug", "--run", "x", "--device", "cuda:9"), "there is no cuda:9 here"),
         (("report", "nowhere", "--out", "y"), "there is no run in nowhere"),
     ],
 )
@@ -127,7 +129,9 @@ def test_bench_json_has_the_promised_fields():
 def test_games_and_doctor_tell_what_is_here():
     listed = cli("games").stdout
     assert "demon_attack" in listed
-    assert "the opponent scores" in listed
+    assert "a point is lost" in listed
+    assert "0.005 from iteration 7" in listed
+    assert "(1, 0, 0)" in cli("games", "breakout").stdout
     found = cli("doctor").stdout
     assert "104" in found
     assert "streamed" in found or "kept in memory" in found

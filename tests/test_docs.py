@@ -71,6 +71,11 @@ def test_the_readme_names_every_module_and_only_what_exists():
     }
 
 
+def test_the_readmes_result_is_the_reports_own():
+    """No figure is typed by hand: the table is what `presage report` wrote."""
+    assert (REPOSITORY / "docs" / "quickstart" / "summary.md").read_text().strip() in README
+
+
 def test_the_readmes_make_targets_exist():
     for target in re.findall(r"^make (\w+)", "\n".join(blocks(README, "console")), re.MULTILINE):
         done = subprocess.run(["make", "-n", target], cwd=REPOSITORY, capture_output=True, text=True)

@@ -5,7 +5,8 @@ import pytest
 import torch
 
 from presage.config import ModelConfig
-from presage.model import Model, Outlook
+from presage.events import Outlook
+from presage.model import Model
 from presage.planner import Planner, choose
 
 SAME = torch.tensor

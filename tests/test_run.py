@@ -14,7 +14,7 @@ import pytest
 import presage
 from conftest import TINY, cli, weights
 from presage import checkpoint
-from presage.run import Run, read_lines
+from presage.run import Run, add_line, read_lines
 
 ARGUMENTS = ("train", "--preset", "debug", "--games", *TINY["games"], "--seed", TINY["seed"])
 # Kills the process, without a chance to tidy up, at the n-th call of a function.
@@ -43,6 +43,7 @@ def stages(run: Path) -> list[tuple]:
         ("while collecting with plans", "presage.arena", "Arena.recv", 110),
         ("while training", "presage.training", "update_once", 7),
         ("while training iteration 2", "presage.training", "update_once", 17),
+        ("while writing the very first file", "os", "replace", 1),
         ("between a shard's checksum and the shard", "os", "replace", 4),
         ("between the files of a checkpoint", "os", "replace", 16),
         ("before a checkpoint's folder is renamed", "os", "rename", 2),
@@ -151,8 +152,18 @@ def test_a_checkpoint_of_a_newer_version_is_refused(copy):
     state = copy / "checkpoints" / "iter-01" / "state.json"
     state.write_text(json.dumps(json.loads(state.read_text()) | {"format": checkpoint.FORMAT + 1}))
     done = cli(*ARGUMENTS, "--run", copy)
-    assert done.returncode == 1
+    assert done.returncode == 2
     assert "newer presage" in done.stderr
+
+
+def test_a_shard_of_another_run_is_refused(copy):
+    shutil.rmtree(copy / "checkpoints" / "iter-02")
+    for end in ("", ".sha256"):
+        source = copy / "data" / "iter-01" / f"shard-001-toy.safetensors{end}"
+        (copy / "data" / "iter-02" / source.name).write_bytes(source.read_bytes())
+    done = cli(*ARGUMENTS, "--run", copy)
+    assert done.returncode == 1
+    assert "another run's: its iteration is 1" in done.stderr
 
 
 def test_two_processes_on_one_run_folder(tmp_path):
@@ -260,7 +271,7 @@ def test_a_really_full_disk(tiny_run, tmp_path):
 def test_a_loss_that_is_no_number_stops_the_run(tmp_path):
     done = cli(*ARGUMENTS, "--run", tmp_path / "run", "--lr", 1, 1e30)
     assert done.returncode == 1
-    assert "the loss has become nan" in done.stderr
+    assert "the loss has become nan" in done.stderr or "no longer numbers" in done.stderr
     assert "Traceback" not in done.stderr
 
 
@@ -283,6 +294,8 @@ def test_a_half_written_line_is_passed_over(tmp_path):
     path = tmp_path / "metrics.jsonl"
     path.write_text('{"stage": "train"}\n{"stage": "tra')
     assert read_lines(path) == [{"stage": "train"}]
+    add_line(path, {"stage": "heldout"})
+    assert read_lines(path) == [{"stage": "train"}, {"stage": "heldout"}]
 
 
 def test_a_folder_that_is_no_run_is_left_alone(tmp_path):

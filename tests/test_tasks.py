@@ -89,6 +89,13 @@ def test_unknown_games_are_refused_with_the_nearest_names():
         find(["pong", "pong"])
 
 
+def test_tables_in_any_form_become_plain_tuples():
+    task = make_task(controls=np.array(TOY.controls), thresholds=[[1, 0]])
+    assert task.controls == TOY.controls
+    assert type(task.controls[0][1]) is int
+    assert task.thresholds == ((1, 0.0),)
+
+
 def make_task(**changes):
     return Task(**{"name": "mine", "make": GapGame, "controls": TOY.controls, **changes})
 
@@ -98,7 +105,12 @@ def make_task(**changes):
     [
         ({"name": "../escape"}, "lower-case letters"),
         ({"controls": ((0, 0, 0),)}, "2 to 256 actions"),
-        ({"controls": ((0, 0), (0, 1))}, "3 numbers"),
+        ({"controls": ((0, 0), (0, 1))}, "3 whole numbers"),
+        ({"controls": ((0, 0, 0), (0, 0.5, 0))}, "3 whole numbers"),
+        ({"controls": 7}, "3 whole numbers"),
+        ({"controls": ((0, 0, 0), (0, 5, 0))}, "horizontal and vertical"),
+        ({"thresholds": ()}, "the first from iteration 1"),
+        ({"thresholds": ((1, -0.5),)}, "numbers from 0"),
         ({"controls": ((0, 0, 0), (0, 0, 0))}, "same control"),
         ({"noop": 7}, "no action 7"),
         ({"serve": -2}, "no action -2"),

@@ -14,9 +14,10 @@ from presage.arena import Array
 from presage.batches import controls_table
 from presage.config import Config, at, from_json, to_json
 from presage.errors import RunError, UsageError
+from presage.events import Outlook
 from presage.files import checksum, encode_tensors, read_json, write_bytes, write_json
 from presage.games import find
-from presage.model import Model, Outlook
+from presage.model import Model
 from presage.planner import Planner
 from presage.tasks import FRAME, STACK, Spec, Task
 
@@ -30,8 +31,10 @@ def device_of(name: str) -> torch.device:
         device = torch.device(name)
     except RuntimeError:
         raise UsageError(f"there is no device {name!r}: say auto, cpu or cuda.") from None
-    if device.type == "cuda" and not torch.cuda.is_available():
-        raise UsageError("no CUDA device is available here: say --device cpu or auto.")
+    if device.type not in ("cpu", "cuda"):
+        raise UsageError(f"presage runs on cpu or cuda, not on {name!r}.")
+    if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
+        raise UsageError(f"there is no {name} here: say --device cpu or auto.")
     return device
 
 
@@ -60,6 +63,7 @@ class Agent:
         self.model = model.to(device).eval()
         self.specs = {spec.name: spec for spec in specs}
         self.config, self.iteration, self.device = config, iteration, device
+        self.generator = torch.Generator().manual_seed(config.seed)
 
     @property
     def k(self) -> int:
@@ -70,11 +74,14 @@ class Agent:
         return self.config.plan.thresholds.get(spec.name, at(spec.thresholds, self.iteration + 1))
 
     def planner(
-        self, specs: Sequence[Spec], seed: int, k: int | None = None, threshold: float | None = None
+        self, specs: Sequence[Spec], seed: int | None, k: int | None = None, threshold: float | None = None
     ) -> Planner:
-        """A planner for one game of each spec at a time (name a spec as often as its game is played)."""
+        """A planner for one game of each spec at a time (name a spec as often as its game is played).
+
+        With no seed it draws from the agent's own generator.
+        """
         thresholds = [self.threshold(spec) if threshold is None else threshold for spec in specs]
-        generator = torch.Generator().manual_seed(seed)
+        generator = self.generator if seed is None else torch.Generator().manual_seed(seed)
         return Planner(
             perceive=lambda frames: self.model.perceive(frames.to(self.device)),
             imagine=lambda h, controls: self.model.imagine(h, controls.to(self.device)),
@@ -93,16 +100,30 @@ class Agent:
         return self.specs[task] if task in self.specs else Spec.of(find([task])[0])
 
     def plan(
-        self, frames: Any, task: str | Task, k: int | None = None, threshold: float | None = None, seed: int = 0
+        self,
+        frames: Any,
+        task: str | Task,
+        k: int | None = None,
+        threshold: float | None = None,
+        seed: int | None = None,
+        previous: AgentPlan | None = None,
     ) -> AgentPlan:
-        """Plan for uint8 frames [4, 84, 84], oldest first, or a batch [N, 4, 84, 84]."""
+        """Plan for uint8 frames [4, 84, 84], oldest first, or a batch [N, 4, 84, 84].
+
+        Give the plan of the step before as `previous` and it is carried on (S17); leave it out where an episode starts.
+        """
         batch, single = checked_frames(frames)
         if k is not None and k < 1:
             raise UsageError(f"k must be at least 1, not {k}.")
         spec = self.spec(task)
         rows = torch.arange(len(batch))
         planner = self.planner([spec] * len(batch), seed, k, threshold)
-        plan = planner.plan(batch, torch.ones(len(batch), dtype=torch.bool), rows)
+        fresh = torch.full((len(batch),), previous is None)
+        if previous is not None:
+            planner.carried = torch.from_numpy(np.atleast_2d(previous.sequence).copy())
+            if planner.carried.shape != (len(batch), planner.horizon):
+                raise UsageError("the previous plan is for another number of games.")
+        plan = planner.plan(batch, fresh, rows)
         controls = planner.tables[rows[:, None, None], plan.actions]  # [N, k, H, 3]
         steps = self.model.imagine_steps(self.model.perceive(batch.to(self.device)), controls.to(self.device))
         died, scored = Outlook(steps.died.cpu(), steps.scored.cpu())  # [N, k, H]
@@ -129,9 +150,9 @@ class Agent:
             **out,
         )
 
-    def act(self, frames: Any, task: str | Task, seed: int = 0) -> Any:
-        """The action to play now."""
-        return self.plan(frames, task, seed=seed).action
+    def act(self, frames: Any, task: str | Task) -> Any:
+        """The action to play now; `plan` with `previous` plays better, as it carries plans on."""
+        return self.plan(frames, task).action
 
     def export(self, folder: str | Path) -> Path:
         """The weights and what rebuilds the model, without data or optimiser: what one hands on."""
@@ -184,9 +205,12 @@ def load(path: str | Path, iteration: int | None = None, device: str = "auto") -
         data = read_json(folder / "agent.json")
         checkpoint.check_format(data.get("format"), folder / "agent.json")
         config, specs = _parse(data.get("tasks"), data.get("config"), folder / "agent.json")
-        if iteration not in (None, data.get("iteration")):
-            raise UsageError(f"{folder} is an export of iteration {data.get('iteration')} alone.")
-        weights, iteration = folder, int(data["iteration"])
+        exported = data.get("iteration")
+        if not isinstance(exported, int) or exported < 1:
+            raise RunError(f"{folder / 'agent.json'} is damaged: it does not say its iteration.")
+        if iteration not in (None, exported):
+            raise UsageError(f"{folder} is an export of iteration {exported} alone.")
+        weights, iteration = folder, exported
     else:
         config, specs = read_config(folder)
         done = checkpoint.finished(folder)

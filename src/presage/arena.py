@@ -94,34 +94,38 @@ class AtariPool:
 class GymPool:
     """Copies of a Gymnasium environment, one after the other."""
 
-    def __init__(self, task: Task, envs: int):
-        self.task = task
+    def __init__(self, task: Task, envs: int, max_frames: int):
+        self.task, self.max_steps = task, max_frames // SKIP  # the same time for all: 27,000 steps
         self.envs = [task.make() for _ in range(envs)]
-        actions = getattr(self.envs[0].action_space, "n", None)
-        if actions != len(task.controls):
+        space = self.envs[0].action_space
+        if not isinstance(space, gym.spaces.Discrete) or space.start != 0 or space.n != len(task.controls):
             raise UsageError(
-                f"{task.name}: the environment has {self.envs[0].action_space} but the task has {len(task.controls)} "
+                f"{task.name}: the environment has {space} but the task has {len(task.controls)} "
                 "controls; there must be one for each discrete action."
             )
 
     def reset(self, seeds: Array) -> Array:
+        self.ages = [0] * len(self.envs)
         return np.stack([self._frame(e.reset(seed=int(s))[0]) for e, s in zip(self.envs, seeds, strict=True)])
 
     def send(self, actions: Array) -> None:
         self.actions = actions
 
     def recv(self) -> Step:
-        return Step(*map(np.stack, zip(*map(self._step, self.envs, self.actions), strict=True)))
+        return Step(*map(np.stack, zip(*map(self._step, range(len(self.envs)), self.actions), strict=True)))
 
     def close(self) -> None:
         for env in self.envs:
             env.close()
 
-    def _step(self, env: gym.Env[Any, Any], action: int) -> tuple[Array, ...]:
+    def _step(self, row: int, action: int) -> tuple[Array, ...]:
+        env = self.envs[row]
         observation, reward, terminated, truncated, info = env.step(int(action))
-        result = StepResult(float(reward), bool(terminated), bool(truncated), info)
+        self.ages[row] += 1
+        result = StepResult(float(reward), bool(terminated), bool(truncated) or self.ages[row] >= self.max_steps, info)
         died, scored = self._rule("died", result), self._rule("scored", result)
         ended = result.terminated or result.truncated
+        self.ages[row] = 0 if ended else self.ages[row]
         frame = self._frame(env.reset()[0] if ended else observation)
         return frame, np.float32(result.reward), np.bool_(died), np.bool_(scored), np.bool_(ended)  # type: ignore[return-value]
 
@@ -162,7 +166,9 @@ class Arena:
     def pools(self) -> list[Pool]:
         """Opened when first played: a run that is only looked at starts no emulators."""
         return [
-            AtariPool(task, self.envs, *self.options) if isinstance(task, AtariTask) else GymPool(task, self.envs)
+            AtariPool(task, self.envs, *self.options)
+            if isinstance(task, AtariTask)
+            else GymPool(task, self.envs, self.options[2])
             for task in self.tasks
         ]
 
@@ -204,7 +210,7 @@ class Arena:
 
 def rehearse(task: Task) -> None:
     """Open a task's environment and play one step: what is wrong with it shows before a run begins."""
-    pool = GymPool(task, 1)
+    pool = GymPool(task, 1, MAX_FRAMES)
     try:
         pool.reset(np.zeros(1, np.int32))
         pool.send(np.array([task.noop]))

@@ -2,7 +2,7 @@
 
 import queue
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -87,7 +87,7 @@ def heldout_rows(store: Store, task: int, most: int) -> Array:
     return np.asarray(rows[np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64)])
 
 
-def stream(store: Store, sampler: Sampler, updates: range, size: int, horizon: int) -> Iterator[Batch]:
+def stream(store: Store, sampler: Sampler, updates: range, size: int, horizon: int) -> Generator[Batch]:
     """Batches for these updates in order, prepared by a thread a few ahead."""
     table = controls_table(store.tasks)
     ready: queue.Queue[Batch | BaseException] = queue.Queue(4)

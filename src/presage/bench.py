@@ -5,6 +5,7 @@ import platform
 import shutil
 import time
 from collections.abc import Callable, Sequence
+from contextlib import closing
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -20,6 +21,7 @@ from presage.arena import Arena, play
 from presage.batches import Batch, Sampler, assemble, controls_table, stream
 from presage.collect import collect_shard, open_arena, random_chooser
 from presage.config import Config, preset, with_fields
+from presage.errors import UsageError
 from presage.games import atari_games, find
 from presage.model import Model
 from presage.progress import Interrupt, say
@@ -34,6 +36,8 @@ STEPS = 100  # of each environment in the shards that are played
 def measure(seconds: float, device_name: str, games: Sequence[str | Task]) -> dict[str, Any]:
     """All figures, taken one after the other in this process with the paper's network."""
     tasks, device = find(games), device_of(device_name)
+    if seconds <= 0:
+        raise UsageError(f"seconds must be more than 0, not {seconds}.")
     shard = ENVS * STEPS
     config = with_fields(
         preset("paper"), games=tuple(task.name for task in tasks), iterations=1, envs=ENVS, shard_steps=shard,
@@ -47,7 +51,8 @@ def measure(seconds: float, device_name: str, games: Sequence[str | Task]) -> di
         say("emulator …")
         emulator = raw_steps_per_s(tasks, seconds)
         say("collecting …")
-        collected = collect_shard(run, config, open_arena(config, tasks), agent, 1, 1, Interrupt())
+        with closing(open_arena(config, tasks)) as arena:
+            collected = collect_shard(run, config, arena, agent, 1, 1, Interrupt())
         say("planning …")
         planning = plan_times(agent, tasks, seconds)
         say("updates …")
@@ -55,7 +60,7 @@ def measure(seconds: float, device_name: str, games: Sequence[str | Task]) -> di
     return {
         "version": __version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)",
-        "games": len(tasks) * ENVS,
+        "environments": len(tasks) * ENVS,
         "k": agent.k,
         "emulator_steps_per_s": emulator,
         "collect_steps_per_s": collected["steps_per_s"],
@@ -93,7 +98,7 @@ def update_times(
     model: Model, run: Path, config: Config, tasks: Sequence[Task], device: torch.device, seconds: float
 ) -> dict[str, float]:
     """An update with its data, and the plain PyTorch update on a batch that is already there."""
-    store = Store(tasks, budget(config, len(tasks), machine_memory()), device)
+    store = Store(tasks, budget(config, len(tasks), machine_memory(device)), device)
     for index, task in enumerate(tasks):
         store.add(shard_path(run, 1, 1, task.name), 1, index, heldout=False)
     model.train()
@@ -120,7 +125,7 @@ def update_times(
         count += 1
     synchronize(device)
     total = time.perf_counter() - began
-    batches.close()  # type: ignore[attr-defined]
+    batches.close()
     return {"update_ms": total / count * 1e3, "update_eager_ms": eager * 1e3, "data_wait_fraction": waited / total}
 
 
@@ -143,8 +148,8 @@ def synchronize(device: torch.device) -> None:
 
 def examine() -> dict[str, str]:
     """What this machine has, and what would be slow here."""
-    memory, disk = machine_memory() / 2**30, shutil.disk_usage(Path.cwd()).free / 2**30
-    paper = budget(preset("paper"), 3, machine_memory())
+    memory, disk = machine_memory(torch.device("cpu")) / 2**30, shutil.disk_usage(Path.cwd()).free / 2**30
+    paper = budget(preset("paper"), 3, machine_memory(device_of("auto")))
     cuda = torch.cuda.is_available()
     return {
         "presage": __version__,

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from presage import __version__
-from presage.errors import RunError
+from presage.errors import RunError, UsageError
 from presage.files import checksum, encode_tensors, flush_folder, read_json, read_tensors, write_bytes, write_json
 from presage.model import Model
 
@@ -38,7 +38,9 @@ class Position:
 
 
 def save(run: Path, position: Position, model: Model, optimizer: torch.optim.Adam) -> None:
-    """A new folder appears at once and whole; older unfinished ones then go."""
+    """A new folder appears at once and whole; older unfinished ones then go. A network that is lost is not saved."""
+    if not all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values()):
+        raise RunError("the network's weights are no longer numbers; the last checkpoint stands: use a lower --lr.")
     folder, building = run / "checkpoints" / position.folder, run / "checkpoints" / ".saving"
     shutil.rmtree(building, ignore_errors=True)
     try:
@@ -102,7 +104,7 @@ def check_format(number: object, where: Path) -> None:
     if not isinstance(number, int):
         raise RunError(f"{where} is damaged: it does not say its format.")
     if number > FORMAT:
-        raise RunError(
+        raise UsageError(
             f"{where} was written by a newer presage (format {number}, this one reads {FORMAT}): upgrade presage."
         )
 

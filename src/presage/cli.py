@@ -19,18 +19,25 @@ Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
 OPTIONS = (tyro.conf.OmitArgPrefixes, tyro.conf.FlagCreatePairsOff)
 
 
-def games() -> None:
-    """List the games: controls, death rule, threshold, reference scores."""
-    from presage.games import atari_games, atari_task
+def games(names: Annotated[tuple[str, ...], tyro.conf.Positional, tyro.conf.arg(metavar="GAME")] = ()) -> None:
+    """List the games: controls, death rule, threshold, reference scores.
+
+    Args:
+        names: Only these, with every control.
+    """
+    from presage.games import AtariTask, atari_games, find
     from presage.progress import Bar
 
-    table = Table("game", "actions", "dies when", "random", "human", "source", title="Games one can play alone")
-    rules = {"lives": "a life is lost", "negative_reward": "the opponent scores", "game_over": "the game ends"}
-    with Bar("asking the emulator", len(atari_games()), "games") as bar:
-        for name in atari_games():
-            task = atari_task(name)
-            scores = ["" if score is None else f"{score:,.1f}" for score in (task.random, task.human)]
-            table.add_row(name, str(len(task.controls)), rules[task.death], *scores, task.source)
+    table = Table("game", "actions", "dies when", "P(died) under", "random", "human", "source")
+    rules = {"lives": "a life is lost", "negative_reward": "a point is lost", "game_over": "the game ends"}
+    with Bar("asking the emulator", len(names or atari_games()), "games") as bar:
+        for name in names or atari_games():
+            (task,) = find([name])
+            rule = rules[task.death] if isinstance(task, AtariTask) else task.died.__name__
+            limits = ", ".join(f"{value:g} from iteration {start}" for start, value in task.thresholds)
+            limits = f"{task.thresholds[0][1]:g}" if len(task.thresholds) == 1 else limits
+            actions = "\n".join(map(str, task.controls)) if names else str(len(task.controls))
+            table.add_row(name, actions, rule, limits, _number(task.random), _number(task.human), task.source)
             bar.advance()
     Console().print(table)
 
@@ -76,6 +83,7 @@ def evaluate(
     iteration: int | None = None,
     seed: int = 0,
     sticky: float = 0.0,
+    max_frames: int = 108_000,
     random: bool = False,
     json: bool = False,
 ) -> None:
@@ -89,6 +97,7 @@ def evaluate(
         iteration: Which iteration's network; the newest unless told.
         seed: Of no-op starts and imagined sequences.
         sticky: Chance that the emulator repeats the previous action.
+        max_frames: Where an episode is cut, in emulator frames: 30 minutes of play unless told.
         random: Play at random instead, in the same way: the score to beat.
         json: Print one JSON object on standard output and nothing else there.
     """
@@ -96,18 +105,18 @@ def evaluate(
     from presage.evaluation import evaluate as score
     from presage.run import add_line
 
-    result = score(load(run, iteration), games or None, episodes, k, seed, random, sticky)
+    result = score(load(run, iteration), games or None, episodes, k, seed, random, sticky, max_frames)
     if (run / "config.json").exists():
         add_line(run / "evaluations.jsonl", result)
     if json:
         print(json_module.dumps(result))
         return
     player = "random play" if random else f"iteration {result['iteration']}, k = {result['k']}"
-    table = Table("game", "mean", "95 % interval", "episodes", "random", "human", "human-normalised", title=player)
+    table = Table("game", "mean", "95 % interval", "n", "random", "human", "0 random, 1 human", title=player)
     for name, game in result["games"].items():
-        low, high = game["ci95"]
+        low, high = map(_number, game["ci95"])
         known = [_number(game["random"]), _number(game["human"]), _number(game["human_normalized"])]
-        table.add_row(name, _number(game["mean"]), f"{low:.2f} … {high:.2f}", str(game["episodes"]), *known)
+        table.add_row(name, _number(game["mean"]), f"{low} … {high}", str(game["episodes"]), *known)
     Console().print(table)
 
 
@@ -185,6 +194,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
         sys.exit(_fail(error, 2))
     except RunError as error:
         sys.exit(_fail(error, 1))
+    except OSError as error:
+        sys.exit(_fail(f"{error.filename or 'the work'}: {error.strerror or error}.", 1))
     except KeyboardInterrupt:
         from presage.progress import Interrupted
 
@@ -222,7 +233,7 @@ def _value_of(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def _number(value: float | None) -> str:
-    return "" if value is None else f"{value:,.2f}"
+    return "" if value is None else f"{value:.2f}" if abs(value) < 100 else f"{value:.0f}"
 
 
 def _fail(error: Any, status: int) -> int:

@@ -14,7 +14,7 @@ import numpy as np
 from presage.agent import Agent
 from presage.arena import Arena, Array, Chooser, play
 from presage.config import Config
-from presage.progress import Bar, Interrupt, Interrupted
+from presage.progress import Bar, Interrupt
 from presage.store import HELDOUT, ShardWriter, shard_lengths, shard_path
 from presage.tasks import Spec, Task
 
@@ -65,26 +65,26 @@ def collect_shard(
         )
         for i, task in enumerate(tasks)
     ]
-    began = time.monotonic()
+    began = playing = time.monotonic()
     name = "held out" if shard == HELDOUT else f"{shard} of {len(lengths) - 1}"
     try:
         with Bar(f"iteration {iteration}: play, shard {name}", steps * arena.rows, "steps") as bar:
-            for _, turn in zip(range(steps), play(arena, choose, (*place, ARENA)), strict=False):
+            for number, turn in zip(range(steps), play(arena, choose, (*place, ARENA)), strict=False):
+                playing = time.monotonic() if number == 0 else playing  # emulators have started
                 for writer in writers:
                     writer.add(turn)
                 bar.advance(arena.rows)
-                if interrupt.wanted:
-                    raise Interrupted
+                interrupt.check()
         episodes = {task.name: writer.close() for task, writer in zip(tasks, writers, strict=True)}
     finally:
         for writer in writers:
             writer.packer.shutdown(cancel_futures=True)
-    seconds = time.monotonic() - began
+    rate = (steps - 1) * arena.rows / (time.monotonic() - playing)
     return {
         "shard": shard,
         "steps": steps * arena.rows,
-        "seconds": seconds,
-        "steps_per_s": steps * arena.rows / seconds,
+        "seconds": time.monotonic() - began,
+        "steps_per_s": rate,
         "bytes": sum(writer.path.stat().st_size for writer in writers),
         "games": {name: {"episodes": e.number, "mean_score": e.mean} for name, e in episodes.items()},
     }

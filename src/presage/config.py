@@ -99,7 +99,7 @@ class MachineConfig:
     threads: int = 0
     """Threads of the emulator and of PyTorch; 0: all cores."""
     memory_gib: float = 0.0
-    """Memory for frames; more than that is streamed from disk. 0: two fifths of this machine's."""
+    """Memory for frames, on the device; more than that is streamed from disk. 0: two fifths of what there is."""
 
 
 @dataclass(frozen=True)
@@ -134,7 +134,7 @@ PRESETS: dict[str, Config] = {
         data=DataConfig(first_steps=40_000, later_steps=6_400, heldout_steps=1_600, shard_steps=40_000),
         plan=PlanConfig(k=((1, 25),)),
         model=ModelConfig(channels=(16, 32, 32), hidden_size=250),
-        train=TrainConfig(updates=2_500, batch_size=64, lr=((1, 7e-4),), lr_decay="cosine", checkpoint_every=500),
+        train=TrainConfig(updates=2_200, batch_size=64, lr=((1, 7e-4),), lr_decay="cosine", checkpoint_every=500),
     ),
     # Every path in seconds: nothing is learned.
     "debug": Config(
@@ -221,22 +221,29 @@ def check(config: Config) -> Config:
         **{f"thresholds[{game}]": value for game, value in config.plan.thresholds.items()},
     }
     for name, number in not_negative.items():
-        if not number >= 0:  # catches NaN too
-            raise UsageError(f"{name} must not be negative, not {number}.")
+        if not 0 <= number < 2**63:  # catches NaN and infinity too
+            raise UsageError(f"{name} must be a number that is not negative, not {number}.")
     if data.sticky > 1:
         raise UsageError(f"sticky is a chance between 0 and 1, not {data.sticky}.")
     for name in ("first_steps", "later_steps", "heldout_steps"):
         if whole[name] % data.envs:
             raise UsageError(f"{name} ({whole[name]}) must be a multiple of envs ({data.envs}).")
-    for name, schedule in (("lr", train.lr), ("k", config.plan.k)):
-        starts = [start for start, _ in schedule]
-        if not schedule or starts[0] != 1 or starts != sorted(set(starts)) or min(v for _, v in schedule) <= 0:
-            raise UsageError(
-                f"{name} needs pairs of (from iteration, value > 0) that start at iteration 1: {schedule}."
-            )
+    if data.shard_steps < data.envs:
+        raise UsageError(f"shard_steps ({data.shard_steps}) must be at least envs ({data.envs}).")
+    check_schedule("lr", train.lr, least=1e-30)
+    check_schedule("k", config.plan.k, least=1)
     if not config.games or len(set(config.games)) != len(config.games):
         raise UsageError(f"games must name at least one game, each once: {', '.join(config.games) or 'none given'}.")
     return config
+
+
+def check_schedule(name: str, schedule: Schedule, least: float) -> None:
+    starts, values = [start for start, _ in schedule], [value for _, value in schedule]
+    if not starts or starts[0] != 1 or starts != sorted(set(starts)):
+        raise UsageError(f"{name} needs pairs of (from iteration, value), the first from iteration 1: {schedule}.")
+    if not all(least <= value < float("inf") for value in values) or (least == 1 and any(v % 1 for v in values)):
+        kind = "whole numbers from 1" if least == 1 else "numbers above 0" if least else "numbers from 0"
+        raise UsageError(f"{name} takes {kind}, not {', '.join(map(str, values))}.")
 
 
 def differences(ours: Config, theirs: Config) -> list[str]:

@@ -29,8 +29,10 @@ def evaluate(
     max_frames: int = MAX_FRAMES,
 ) -> dict[str, Any]:
     """Scores of full episodes in each game; random=True plays uniformly random actions in the same way instead."""
-    if episodes < 1 or (k is not None and k < 1) or seed < 0:
-        raise UsageError(f"episodes and k must be at least 1 and the seed not negative: {episodes}, {k}, {seed}.")
+    if episodes < 1 or (k is not None and k < 1) or seed < 0 or max_frames < 1:
+        raise UsageError("episodes, k and max_frames must be at least 1, and the seed not negative.")
+    if not 0 <= sticky <= 1:
+        raise UsageError(f"sticky is a chance between 0 and 1, not {sticky}.")
     tasks = find(list(agent.specs) if games is None else games)
     results = {t.name: _game(agent, t, episodes, k, seed, random, sticky, max_frames) for t in tasks}
     return {
@@ -39,6 +41,7 @@ def evaluate(
         "policy": "random" if random else "planned",
         "seed": seed,
         "sticky": sticky,
+        "max_frames": max_frames,
         "games": results,
     }
 

@@ -1,4 +1,4 @@
-"""What the network is asked: from single events to the 25-step targets (S10, S12). Pure functions."""
+"""What the network is asked and what it answers: 25-step targets from single events (S1, S10, S12). Pure functions."""
 
 from typing import NamedTuple
 
@@ -12,6 +12,13 @@ class Targets(NamedTuple):
     died: Tensor  # bool: a life was lost by then
     scored: Tensor  # bool: no life was lost by then, and a point was earned
     mask: Tensor  # bool: this step belongs to the same episode, so there is something to learn
+
+
+class Outlook(NamedTuple):
+    """The answer: probabilities for each imagined sequence, [N, k] after the last step or [N, k, H] after each."""
+
+    died: Tensor
+    scored: Tensor
 
 
 def targets(died: Tensor, scored: Tensor, last: Tensor) -> Targets:

@@ -23,10 +23,10 @@ def write_bytes(path: Path, data: bytes) -> None:
             file.flush()
             os.fsync(file.fileno())
         os.replace(part, path)
+        flush_folder(path.parent)
     except OSError as error:
         part.unlink(missing_ok=True)
-        raise RunError(f"cannot write {path}: {error.strerror}; make room or choose another --run folder.") from error
-    flush_folder(path.parent)
+        raise RunError(f"cannot write {path}: {error.strerror}; make room or choose another folder.") from error
 
 
 def flush_folder(folder: Path) -> None:

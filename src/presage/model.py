@@ -1,13 +1,13 @@
 """The network: Perception -> Prediction -> Valuation (S4–S9). It is never told which game it sees."""
 
 import math
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from presage.config import ModelConfig
+from presage.events import Outlook
 from presage.tasks import FRAME, STACK
 
 CONTROL = 3  # numbers in a control
@@ -122,13 +122,6 @@ class Valuation(nn.Module):
 def layer_norm(h: Tensor) -> Tensor:
     """Mean 0 and standard deviation 1, nothing learned: so no component exceeds √n (S6)."""
     return F.layer_norm(h, h.shape[-1:])
-
-
-class Outlook(NamedTuple):
-    """Probabilities for each imagined sequence."""
-
-    died: Tensor
-    scored: Tensor
 
 
 class Model(nn.Module):

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from presage.arena import Array
-from presage.model import Outlook
+from presage.events import Outlook
 
 Imagine = Callable[
     [Tensor, Tensor], Outlook

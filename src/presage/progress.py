@@ -39,12 +39,14 @@ class Bar:
         self.done += steps
         self.note = self.note if note is None else note
         now = time.monotonic()
-        text = f"{(self.done - self.start) / max(now - self.began, 1e-9):,.0f} {self.unit}/s  {self.note}"
+        rate = (self.done - self.start) / max(now - self.began, 1e-9)
+        text = f"{rate:,.0f} {self.unit}/s  {self.note}" if rate >= 1 else self.note
         if self.live:
             self.live.update(self.task, completed=self.done, note=text)
         elif now - self.told > LOG_SECONDS:
             self.told = now
-            say(f"{self.title}: {self.done:,} of {self.total:,} · {text}")
+            left = f"{(self.total - self.done) / rate:,.0f} s left" if rate else "…"
+            say(f"{self.title}: {self.done:,} of {self.total:,} · {left} · {text}")
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
@@ -77,6 +79,11 @@ class Interrupt:
             raise KeyboardInterrupt
         self.wanted = True
         say("stopping after this step …")
+
+    def check(self) -> None:
+        """Stop here, if that is wanted: everything is saved."""
+        if self.wanted:
+            raise Interrupted
 
     def __exit__(self, *_: object) -> None:
         if self.main:

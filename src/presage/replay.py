@@ -20,6 +20,8 @@ MAX_STEPS = 27_000
 
 def episode(agent: Agent, game: str | Task, seed: int = 0, video: Path | None = None) -> dict[str, Any]:
     """Play it to its end; its score, steps and deaths."""
+    if seed < 0:
+        raise UsageError(f"the seed must not be negative, not {seed}.")
     task = find([game or next(iter(agent.specs))])[0]
     film = Film(video) if video else None
     arena = Arena([task], 1)

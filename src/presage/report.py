@@ -19,9 +19,13 @@ Rows = list[dict[str, Any]]
 
 def write(folders: Sequence[Path], out: Path) -> Path:
     """The page's path."""
+    plotting()
     runs = [Run(folder, read_config(folder)[0]) for folder in folders]
-    if not any(run.metrics("heldout") for run in runs):
-        raise UsageError("there is nothing to report yet: no iteration of these runs is finished.")
+    for run in runs:
+        if not run.metrics("heldout"):
+            raise UsageError(f"there is nothing to report of {run.path} yet: none of its iterations is finished.")
+    if len({run.path.name for run in runs}) < len(runs):
+        raise UsageError("two of these runs have the same name: rename a folder, so that a report can tell them apart.")
     out.mkdir(parents=True, exist_ok=True)
     tables = {"learning": learning(runs), "heldout": heldout(runs), "scores": scores(runs), "speed": speed(runs)}
     for name, rows in tables.items():
@@ -56,7 +60,7 @@ def scores(runs: Sequence[Run]) -> Rows:
         for line in run.evaluations():
             for game, values in line["games"].items():
                 row = {"run": run.path.name, "game": game, "policy": line["policy"], "iteration": line["iteration"]}
-                row |= {"k": line["k"], "seed": line["seed"], "mean": values["mean"]}
+                row |= {name: line[name] for name in ("k", "seed", "max_frames")} | {"mean": values["mean"]}
                 row |= {"ci95_low": values["ci95"][0], "ci95_high": values["ci95"][1], "episodes": values["episodes"]}
                 rows.append(row | {name: values[name] for name in ("random", "human", "human_normalized")})
     return rows
@@ -85,7 +89,7 @@ def speed(runs: Sequence[Run]) -> Rows:
 
 def summary(run: Run, tables: dict[str, Rows]) -> str:
     """A run's result as a Markdown table, with what it was made with."""
-    start, laps = run.metrics("start")[-1], run.metrics("iteration")
+    starts, laps = run.metrics("start"), run.metrics("iteration")
     minutes = sum(sum(lap["seconds"].values()) for lap in laps) / 60
     rows = [row for row in tables["scores"] if row["run"] == run.path.name]
     latest = {(row["game"], row["policy"]): row for row in rows}
@@ -99,10 +103,16 @@ def summary(run: Run, tables: dict[str, Rows]) -> str:
         human = next((cell(row["human"]) for row in rows if row["game"] == game), "")
         losses = f"{known[game]['cross_entropy']:.4f} | {known[game]['baseline_cross_entropy']:.4f}"
         lines.append(f"| {game} | {played} | {human} | {losses} |")
-    episodes = max((row["episodes"] for row in rows), default=0)
-    made = f"`presage train --preset {run.config.preset}`, seed {run.config.seed}, {minutes:.1f} minutes"
+    shown = [latest[game, policy] for game, policy in latest if game in run.config.games]
+    cap = f"{max((row['max_frames'] for row in shown), default=0):,} frames"
+    episodes = " or ".join(sorted({str(row["episodes"]) for row in shown})) or "no"
+    over = "over " if len(starts) > 1 else ""  # an interrupted process took its times with it
+    made = f"`presage train --preset {run.config.preset}`, seed {run.config.seed}, {over}{minutes:.1f} minutes"
+    start = starts[-1]
     machine = f"{start['device']}, torch {start['torch']}, commit {start['commit'] or 'unknown'}"
-    return "\n".join([*lines, "", f"{made} ({machine}); {episodes} full episodes a game, mean and 95 % interval.", ""])
+    return "\n".join(
+        [*lines, "", f"{made} ({machine}); {episodes} episodes a game of at most {cap}, mean and 95 % interval.", ""]
+    )
 
 
 def interval(row: dict[str, Any] | None) -> str:

@@ -63,9 +63,9 @@ def train(
 
 
 def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
-    check_request(config, tasks)
-    agree(path, config, tasks)
+    check_request(config, tasks, path)
     with locked(path), Interrupt() as interrupt, closing(open_arena(config, tasks)) as arena:
+        agree(path, config, tasks)
         device = device_of(config.machine.device)
         fix_threads(config)
         model, optimizer, position = restore(path, config, device)
@@ -84,6 +84,7 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
                     metrics.log("collect", iteration, played)
                 for index, file in enumerate(shard_files(path, iteration, shard, tasks)):
                     store.add(file, iteration, index, heldout=shard == HELDOUT)
+                interrupt.check()
             clock.lap("collect")
             if position.is_past(iteration):
                 continue
@@ -95,7 +96,6 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
             start = position.update if iteration == position.iteration else 0
             log = partial(metrics.log, "train", iteration)
             train_phase(model, optimizer, store, config, iteration, start, save, log, interrupt)
-            save(config.train.updates)
             clock.lap("train")
 
             # Look, and finish.
@@ -103,6 +103,7 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
             metrics.log("heldout", iteration, {"games": known})
             announce(known)
             clock.lap("heldout")
+            interrupt.check()
             if config.evaluate_episodes:
                 agent = Agent(model, [Spec.of(task) for task in tasks], config, iteration, device)
                 add_line(path / "evaluations.jsonl", evaluate(agent, tasks, config.evaluate_episodes, seed=config.seed))
@@ -112,13 +113,18 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
         return Run(path, config)
 
 
-def check_request(config: Config, tasks: Sequence[Task]) -> None:
+def check_request(config: Config, tasks: Sequence[Task], path: Path) -> None:
     """Everything that can be refused before anything is written."""
+    if path.exists() and not path.is_dir():
+        raise UsageError(f"{path} is a file: choose another --run folder.")
+    ours = {"config.json", "config.json.part", ".lock"}  # the first things a run writes, were it killed then
+    if path.is_dir() and not (path / "config.json").exists() and {p.name for p in path.iterdir()} - ours:
+        raise UsageError(f"{path} is not a run and not empty: choose another --run folder.")
     device_of(config.machine.device)
     unknown = set(config.plan.thresholds) - set(config.games)
     if unknown:
         raise UsageError(f"thresholds name {', '.join(sorted(unknown))}, which this run does not play.")
-    if config.train.init_from:
+    if config.train.init_from and checkpoint.newest(path) is None:
         donor(config)
     for task in tasks:
         if not isinstance(task, AtariTask):
@@ -131,7 +137,7 @@ def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -
 
 def announced_budget(config: Config, tasks: Sequence[Task], model: Model, device: torch.device) -> Budget:
     """What will be used, said before it is."""
-    space = budget(config, len(tasks), machine_memory())
+    space = budget(config, len(tasks), machine_memory(device))
     counts = [f"{number:,} {part}" for part, number in model.parameters_by_part().items()]
     say(f"network: {', '.join(counts)} parameters, on {device}")
     say(f"data: {space}")
@@ -147,11 +153,10 @@ def announce(known: dict[str, dict[str, Any]]) -> None:
 
 def provenance(device: torch.device) -> dict[str, Any]:
     """What a result was made with and on."""
-    asked = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*"]
-    try:
-        commit = subprocess.run(asked, capture_output=True, text=True, check=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        commit = ""  # not run from a checkout
+    checkout, commit = Path(__file__).parents[2], ""
+    if (checkout / ".git").exists():
+        asked = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*"]
+        commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"
     return {"presage": __version__, "commit": commit, "torch": torch.__version__, "device": name}
 
@@ -184,12 +189,6 @@ def agree(path: Path, config: Config, tasks: Sequence[Task]) -> None:
                 f"{path} was started with other settings: {'; '.join(found)}. Choose another --run folder."
             )
         return
-    if path.exists() and (not path.is_dir() or any(path.iterdir())):
-        raise UsageError(f"{path} is not a run and not empty: choose another --run folder.")
-    try:
-        path.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UsageError(f"cannot make the folder {path}: {error.strerror}.") from None
     head = {"format": checkpoint.FORMAT, "version": __version__}
     write_json(path / "config.json", head | to_json(config) | {"tasks": [Spec.of(task)._asdict() for task in tasks]})
 
@@ -226,6 +225,7 @@ def fix_threads(config: Config) -> None:
 @contextmanager
 def locked(path: Path) -> Iterator[None]:
     """Only one process at a time works on a run; the lock goes with the process, however it ends."""
+    path.mkdir(parents=True, exist_ok=True)
     with (path / ".lock").open("w") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -258,8 +258,9 @@ class Metrics:
 
 def add_line(path: Path, content: dict[str, Any]) -> None:
     try:
+        torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")  # by a killed process
         with path.open("a") as file:
-            file.write(json.dumps(content) + "\n")
+            file.write("\n" * bool(torn) + json.dumps(content) + "\n")
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
@@ -268,6 +269,10 @@ def add_line(path: Path, content: dict[str, Any]) -> None:
 
 def read_lines(path: Path) -> list[dict[str, Any]]:
     """The whole lines; one that a killed process left half-written is passed over."""
-    if not path.exists():
-        return []
-    return [json.loads(line) for line in path.read_text().splitlines(keepends=True) if line.endswith("}\n")]
+    lines = []
+    for line in path.read_text().splitlines() if path.exists() else ():
+        try:
+            lines.append(json.loads(line))
+        except ValueError:
+            continue
+    return lines

@@ -149,35 +149,33 @@ class Streamed:
     def __init__(self, capacity: int):
         self.starts = torch.empty(capacity, dtype=torch.int64)  # where in its file a row's frame starts
         self.first_rows: list[int] = []
-        self.files: list[int] = []
+        self.paths: list[Path] = []
 
     def add(self, start: int, shard: dict[str, Tensor], path: Path) -> None:
         ends = shard["frame_ends"]
-        self.starts[start : start + len(ends)] = data_offset(path, "frames") + torch.cat([ends.new_zeros(1), ends[:-1]])
+        header, data = read_header(path)
+        first = data + int(header["frames"]["data_offsets"][0])
+        self.starts[start : start + len(ends)] = first + torch.cat([ends.new_zeros(1), ends[:-1]])
         self.first_rows.append(start)
-        self.files.append(os.open(path, os.O_RDONLY))
+        self.paths.append(path)
 
     def at(self, rows: Tensor) -> Tensor:
         flat = rows.flatten()
         owners = torch.searchsorted(torch.tensor(self.first_rows), flat, right=True) - 1
         out = np.empty((len(flat), FRAME_BYTES), np.uint8)
-        for i, (file, start) in enumerate(zip(owners.tolist(), self.starts[flat].tolist(), strict=True)):
-            # A zlib stream knows its own end, and none is longer than this.
-            data = zlib.decompressobj().decompress(os.pread(self.files[file], FRAME_BYTES + 1024, start))
-            out[i] = np.frombuffer(data, np.uint8)
+        for i, (owner, start) in enumerate(zip(owners.tolist(), self.starts[flat].tolist(), strict=True)):
+            with self.paths[owner].open("rb", buffering=0) as file:  # opened each time: shards may be thousands
+                file.seek(start)
+                packed = file.read(FRAME_BYTES + 1024)  # a zlib stream knows its own end, and none is longer
+            out[i] = np.frombuffer(zlib.decompressobj().decompress(packed), np.uint8)
         return torch.from_numpy(out).view(*rows.shape, FRAME, FRAME)
 
-    def __del__(self) -> None:
-        for file in self.files:
-            os.close(file)
 
-
-def data_offset(path: Path, name: str) -> int:
-    """Where a tensor's bytes begin in a safetensors file: 8 bytes of header length, the JSON header, the data."""
+def read_header(path: Path) -> tuple[dict[str, Any], int]:
+    """A safetensors file's JSON header, and where its data begin: after 8 bytes of length and the header."""
     with path.open("rb") as file:
         length = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(length))
-    return 8 + length + int(header[name]["data_offsets"][0])
+        return json.loads(file.read(length)), 8 + length
 
 
 @dataclass(frozen=True)
@@ -195,14 +193,17 @@ class Budget:
 
 
 def budget(config: Config, tasks: int, machine_bytes: int) -> Budget:
+    """Two fifths of the memory that the frames would lie in, unless the configuration says how much."""
     iterations = range(1, config.iterations + 1)
     rows = sum(sum(shard_lengths(config, i)) for i in iterations) * config.data.envs * tasks
     limit = int(config.machine.memory_gib * 2**30) or machine_bytes * 2 // 5
     return Budget(rows, limit, rows * (FRAME_BYTES + ROW_BYTES) <= limit)
 
 
-def machine_memory() -> int:
-    """Bytes of memory this process may use, as the machine and its control group say."""
+def machine_memory(device: torch.device) -> int:
+    """Bytes of the memory that the frames would lie in: the GPU's, or what machine and control group give."""
+    if device.type == "cuda":
+        return int(torch.cuda.mem_get_info(device)[1])
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(size, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -235,6 +236,12 @@ class Store:
 
     def add(self, path: Path, iteration: int, task: int, heldout: bool) -> None:
         shard = read_shard(path)
+        described = json.loads(read_header(path)[0].get("__metadata__", {}).get("shard", "{}"))
+        ours = {"format": FORMAT, "task": self.tasks[task].name, "iteration": iteration}
+        ours["controls"] = [list(control) for control in self.tasks[task].controls]
+        wrong = [name for name in ours if described.get(name) != ours[name]]
+        if wrong:
+            raise RunError(f"{path} is another run's: its {wrong[0]} is {described.get(wrong[0])}. Delete it.")
         envs, length = shard["actions"].shape
         start, stop = self.size, self.size + envs * length
         if stop > len(self.actions):

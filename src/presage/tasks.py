@@ -10,7 +10,7 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from presage.config import Schedule, at
+from presage.config import Schedule, at, check_schedule
 from presage.errors import UsageError
 
 FRAME = 84  # pixels on each side of an observation
@@ -91,9 +91,9 @@ class Task:
     def __post_init__(self) -> None:
         if not re.fullmatch(r"[a-z][a-z0-9_]{0,63}", self.name):
             raise UsageError(f"a task's name is lower-case letters, digits and _, not {self.name!r}.")
-        table = np.asarray(self.controls)
-        if table.ndim != 2 or table.shape[1] != 3 or len(table) < 2 or len(table) > 256:
-            raise UsageError(f"{self.name}: controls must be a table of 2 to 256 actions × 3 numbers.")
+        object.__setattr__(self, "controls", whole_controls(self.name, self.controls))
+        object.__setattr__(self, "thresholds", tuple((int(start), float(value)) for start, value in self.thresholds))
+        check_schedule(f"{self.name}: thresholds", self.thresholds, least=0)
         if len(set(self.controls)) != len(self.controls):
             raise UsageError(f"{self.name}: two actions have the same control, so no network could tell them apart.")
         for index in (self.noop, self.serve or 0):
@@ -110,6 +110,20 @@ class Task:
         return (score - self.random) / (self.human - self.random)
 
 
+def whole_controls(name: str, controls: Any) -> tuple[Control, ...]:
+    """Controls in any table-like form as tuples of plain numbers."""
+    try:
+        table = tuple((int(shoot), int(across), int(up)) for shoot, across, up in controls)
+        exact = all(tuple(row) == kept for row, kept in zip(controls, table, strict=True))
+    except (TypeError, ValueError):
+        table, exact = (), False
+    if not exact or not 2 <= len(table) <= 256:
+        raise UsageError(f"{name}: controls must be a table of 2 to 256 actions × 3 whole numbers.")
+    if any(shoot not in (0, 1) or across not in (-1, 0, 1) or up not in (-1, 0, 1) for shoot, across, up in table):
+        raise UsageError(f"{name}: a control is shoot (0 or 1), horizontal and vertical (-1, 0 or 1).")
+    return table
+
+
 class Spec(NamedTuple):
     """What planning needs of a task; it is kept with every network, so that no environment is needed to plan."""
 
@@ -123,5 +137,6 @@ class Spec(NamedTuple):
 
     @staticmethod
     def from_json(data: dict[str, Any]) -> "Spec":
-        controls = tuple((int(a), int(b), int(c)) for a, b, c in data["controls"])
-        return Spec(str(data["name"]), controls, tuple((int(i), float(v)) for i, v in data["thresholds"]))
+        thresholds = tuple((int(start), float(value)) for start, value in data["thresholds"])
+        check_schedule("thresholds", thresholds, least=0)
+        return Spec(str(data["name"]), whole_controls(str(data["name"]), data["controls"]), thresholds)

@@ -3,6 +3,7 @@
 import math
 import time
 from collections.abc import Callable
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -13,7 +14,7 @@ from presage.batches import Batch, Sampler, assemble, controls_table, heldout_ro
 from presage.config import Config, TrainConfig, at
 from presage.errors import RunError
 from presage.model import Model, loss
-from presage.progress import Bar, Interrupt, Interrupted
+from presage.progress import Bar, Interrupt
 from presage.store import Store
 
 SAMPLER = 3  # which generator a seed is for
@@ -63,13 +64,16 @@ def train_phase(
     """Updates start … updates - 1 of an iteration; save(n) is called when n are done and it is time."""
     train, device = config.train, store.device
     sampler = Sampler(store, train.weight_growth, train.weight_every, (config.seed, iteration, SAMPLER))
-    batches = stream(store, sampler, range(start, train.updates), train.batch_size, config.data.horizon)
+    updates = range(start, train.updates)
     model.train()
     if train.trainable == "valuation":
         model.perception.eval()  # a frozen Perception keeps its batch statistics
     recent = Recent(device)
-    with Bar(f"iteration {iteration}: train", train.updates, "updates", start) as bar:
-        for update in range(start, train.updates):
+    with (
+        closing(stream(store, sampler, updates, train.batch_size, config.data.horizon)) as batches,
+        Bar(f"iteration {iteration}: train", train.updates, "updates", start) as bar,
+    ):
+        for update in updates:
             asked = time.monotonic()
             batch = Batch(*(t.to(device, non_blocking=True) for t in next(batches)))
             waited = time.monotonic() - asked
@@ -77,16 +81,14 @@ def train_phase(
             optimizer.param_groups[0]["lr"] = lr
             recent.add(update_once(model, optimizer, batch, train.clamp), waited)
             done = update + 1
-            due = done % train.checkpoint_every == 0 and done < train.updates
-            if due or interrupt.wanted:
-                recent.loss()  # a network that is lost is not saved over one that is not
-                save(done)
-            if interrupt.wanted:
-                raise Interrupted
-            if done % LOG_EVERY == 0 or done == train.updates:
+            bar.advance()
+            due = done % train.checkpoint_every == 0 or done == train.updates or interrupt.wanted
+            if due or done % LOG_EVERY == 0:
                 bar.advance(0, f"loss {recent.loss():.4f}")
                 log({"update": done, "lr": lr, **recent.told()})
-            bar.advance()
+            if due:  # after the line above, so that a run which goes on from here has it, once
+                save(done)
+            interrupt.check()
 
 
 class Recent:
