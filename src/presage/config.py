@@ -18,7 +18,7 @@ def at(schedule: Schedule, iteration: int) -> float:
 
 @dataclass(frozen=True)
 class DataConfig:
-    """How much is played, and how."""
+    """How much is played, and how (S15)."""
 
     first_steps: int = 400_000
     """Cases a game in iteration 1, played at random."""

@@ -178,6 +178,16 @@ def read_header(path: Path) -> tuple[dict[str, Any], int]:
         return json.loads(file.read(length)), 8 + length
 
 
+def check_owner(path: Path, task: Task, iteration: int) -> None:
+    """Refuse a shard that somebody put in another one's place."""
+    described = json.loads(read_header(path)[0].get("__metadata__", {}).get("shard", "{}"))
+    controls = [list(control) for control in task.controls]
+    ours = {"format": FORMAT, "task": task.name, "iteration": iteration, "controls": controls}
+    for name, value in ours.items():
+        if described.get(name) != value:
+            raise RunError(f"{path} is another run's: its {name} is {described.get(name)}. Delete it.")
+
+
 @dataclass(frozen=True)
 class Budget:
     """Where a run's frames will lie, decided and said before any memory is spent."""
@@ -236,12 +246,7 @@ class Store:
 
     def add(self, path: Path, iteration: int, task: int, heldout: bool) -> None:
         shard = read_shard(path)
-        described = json.loads(read_header(path)[0].get("__metadata__", {}).get("shard", "{}"))
-        ours = {"format": FORMAT, "task": self.tasks[task].name, "iteration": iteration}
-        ours["controls"] = [list(control) for control in self.tasks[task].controls]
-        wrong = [name for name in ours if described.get(name) != ours[name]]
-        if wrong:
-            raise RunError(f"{path} is another run's: its {wrong[0]} is {described.get(wrong[0])}. Delete it.")
+        check_owner(path, self.tasks[task], iteration)
         envs, length = shard["actions"].shape
         start, stop = self.size, self.size + envs * length
         if stop > len(self.actions):
