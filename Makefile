@@ -18,8 +18,8 @@ $(BIN)/.ready: pyproject.toml
 
 quickstart: $(BIN)/.ready
 	$(BIN)/presage train --preset quickstart --run $(RUN)
-	$(BIN)/presage evaluate $(RUN) --episodes 20 --max-frames 18000 --random
-	$(BIN)/presage evaluate $(RUN) --episodes 20 --max-frames 18000
+	$(BIN)/presage evaluate $(RUN) --episodes 16 --max-frames 9000 --random
+	$(BIN)/presage evaluate $(RUN) --episodes 16 --max-frames 9000
 	$(BIN)/presage report $(RUN) --out $(RUN)/report
 
 # One thread for each of the parallel test processes: more would only fight each other.

@@ -112,7 +112,7 @@ def evaluate(
         print(json_module.dumps(result))
         return
     player = "random play" if random else f"iteration {result['iteration']}, k = {result['k']}"
-    table = Table("game", "mean", "95 % interval", "n", "random", "human", "0 random, 1 human", title=player)
+    table = Table("game", "mean", "95 % interval", "n", "random", "human", "norm.", title=player)
     for name, game in result["games"].items():
         low, high = map(_number, game["ci95"])
         known = [_number(game["random"]), _number(game["human"]), _number(game["human_normalized"])]

@@ -13,7 +13,7 @@ LOG_SECONDS = 30.0  # between two lines where there is no terminal
 
 
 def say(text: str) -> None:
-    console.print(text)
+    console.print(text, soft_wrap=True)
 
 
 class Bar:
