@@ -160,6 +160,5 @@ def examine() -> dict[str, str]:
         "games with a ROM": str(len(atari_games())),
         "memory": f"{memory:.1f} GiB",
         "disk free here": f"{disk:.1f} GiB",
-        "preset paper": f"{paper}; " + ("as meant" if cuda else "about two days here: it wants a GPU"),
-        "preset quickstart": "about ten minutes on two cores",
+        "preset paper": f"{paper}; " + ("as meant" if cuda else "slow here: it wants a GPU"),
     }

@@ -126,8 +126,7 @@ class Config:
 PRESETS: dict[str, Config] = {
     # Every number of the paper.
     "paper": Config(),
-    # Ten minutes on two CPU cores: little data, a narrow network, a high learning rate. Two iterations because of Pong,
-    # where random play alone teaches the network to expect deaths, hardly yet to avoid them.
+    # Ten minutes on two CPU cores: little data, a narrow network, a high learning rate, one iteration of planned play.
     "quickstart": Config(
         preset="quickstart",
         iterations=2,
@@ -140,7 +139,6 @@ PRESETS: dict[str, Config] = {
     "debug": Config(
         preset="debug",
         iterations=2,
-        evaluate_episodes=0,
         data=DataConfig(first_steps=128, later_steps=64, heldout_steps=64, shard_steps=64, envs=2, noop_max=5),
         model=ModelConfig(channels=(4, 4, 4), state_size=16, hidden_size=16),
         train=TrainConfig(updates=10, batch_size=8, lr=((1, 1e-3),), checkpoint_every=4),
