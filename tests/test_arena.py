@@ -4,12 +4,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import torch
 from ale_py import ALEInterface, roms
 from gymnasium import Env, spaces
 
 from presage.arena import MAX_FRAMES, SKIP, Arena, play
 from presage.collect import random_chooser
+from presage.events import Outlook
 from presage.games import atari_task, find
+from presage.planner import Planner
 from presage.tasks import Task
 from presage.toy import TOY
 
@@ -84,7 +87,7 @@ def test_parity_with_the_plain_emulator_frame_by_frame(name, steps):
 def test_no_op_starts_are_uniform_and_recorded():
     """n in 0 … 30 at each episode's start (S13), then the chooser's actions."""
     arena = Arena([TOY], 400)
-    turns = play(arena, lambda stacks, fresh: np.ones(400, np.int64), (1,))
+    turns = play(arena, lambda frames, fresh: np.ones(400, np.int64), (1,))
     played = np.stack([next(turns).actions for _ in range(31)], 1)  # [400, 31]: none of the toy's episodes is shorter
     n = played.argmax(1)
     n[played.sum(1) == 0] = 31
@@ -101,7 +104,7 @@ def test_breakout_serves_at_the_start_and_after_each_death_and_only_then():
     task = atari_task("breakout")
     arena = Arena([task], 4, noop_max=3)
     due, waited, served, deaths = np.ones(4, bool), np.zeros(4), 0, 0
-    turns = play(arena, lambda stacks, fresh: np.full(4, 2), (2,))  # the chooser itself never shoots
+    turns = play(arena, lambda frames, fresh: np.full(4, 2), (2,))  # the chooser itself never shoots
     for _ in range(300):
         turn = next(turns)
         shot = turn.actions == task.serve
@@ -141,18 +144,22 @@ class Counting(Env):
 @pytest.mark.parametrize("terminate", [True, False])
 def test_frames_from_before_an_episode_are_never_shown(terminate):
     task = Task("counting", lambda: Counting(terminate), ((0, 0, 0), (1, 0, 0)))
-    seen, fresh_steps = [], []
+    seen = []
 
-    def choose(stacks, fresh):
+    def perceive(stacks):
         seen.append(stacks[0, :, 0, 0].tolist())
-        fresh_steps.append(bool(fresh[0]))
-        return np.zeros(1, int)
+        return stacks[:, 0, 0].float()
 
-    turns = play(Arena([task], 1, noop_max=0), choose, (0,))
+    def imagine(h, controls):
+        return Outlook(torch.zeros(controls.shape[:2]), torch.zeros(controls.shape[:2]))
+
+    table = torch.tensor([task.controls]).float()
+    planner = Planner(perceive, imagine, table, torch.tensor([2]), torch.zeros(1), 3, 5, torch.Generator())
+    turns = play(Arena([task], 1, noop_max=0), planner, (0,))
     out = [next(turns) for _ in range(4)]
     # 11 12 13 (14: the end, replaced by the next episode's first frame) 15 …
-    assert seen == [[11, 11, 11, 11], [11, 11, 11, 12], [11, 11, 12, 13], [15, 15, 15, 15]]
-    assert fresh_steps == [True, False, False, True]
+    assert seen[:4] == [[11, 11, 11, 11], [11, 11, 11, 12], [11, 11, 12, 13], [15, 15, 15, 15]]
+    assert len(seen) == 5  # the step after the last turn is already under way
     assert [bool(turn.died[0]) for turn in out] == [False, False, terminate, False]  # running out of time is no death
     assert [bool(turn.ended[0]) for turn in out] == [False, False, True, False]
     assert [int(turn.frames[0, 0, 0]) for turn in out] == [11, 12, 13, 15]
@@ -161,7 +168,7 @@ def test_frames_from_before_an_episode_are_never_shown(terminate):
 def test_the_cap_on_an_episode_counts_frames_and_is_no_death():
     assert MAX_FRAMES == 108_000
     arena = Arena([atari_task("freeway")], 1, max_frames=400)
-    turns = play(arena, lambda stacks, fresh: np.zeros(1, np.int64), (0,))
+    turns = play(arena, lambda frames, fresh: np.zeros(1, np.int64), (0,))
     ends = [next(turns) for _ in range(100)]
     arena.close()
     assert [bool(t.ended[0]) for t in ends] == [False] * 99 + [True]
@@ -187,7 +194,7 @@ def test_the_same_seed_plays_the_same_games_and_another_does_not():
 def test_sticky_actions_reach_the_emulator():
     """With chance 1 the first action is repeated for ever: a paddle told to move stands still."""
     arena = Arena([atari_task("pong")], 1, noop_max=0, sticky=1.0)
-    turns = play(arena, lambda stacks, fresh: np.full(1, 3), (0,))
+    turns = play(arena, lambda frames, fresh: np.full(1, 3), (0,))
     paddles = [next(turns).frames[0, :, 70:78].astype(int) for _ in range(30)]
     arena.close()
     assert all((paddle == paddles[10]).all() for paddle in paddles[10:])
@@ -210,7 +217,7 @@ def test_a_reset_forgets_everything_that_was_played(name):
 
 def test_an_environment_that_never_ends_is_cut_at_the_same_cap():
     task = Task("endless", lambda: Counting(True, length=10**9), ((0, 0, 0), (1, 0, 0)))
-    turns = play(Arena([task], 1, noop_max=0, max_frames=40), lambda stacks, fresh: np.zeros(1, int), (0,))
+    turns = play(Arena([task], 1, noop_max=0, max_frames=40), lambda frames, fresh: np.zeros(1, int), (0,))
     out = [next(turns) for _ in range(20)]
     assert [i for i, turn in enumerate(out) if turn.ended[0]] == [9, 19]
     assert not any(turn.died[0] for turn in out)

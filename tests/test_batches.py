@@ -4,13 +4,15 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import torch
 
-from presage.batches import Sampler, heldout_rows, iteration_weight, stream, task_of_rows
+from presage.batches import Batch, Sampler, heldout_rows, iteration_weight, stream
 from presage.store import Span
 
 
 def store_of(*spans: Span) -> SimpleNamespace:
-    return SimpleNamespace(spans=list(spans), tasks=())
+    cpu = torch.device("cpu")
+    return SimpleNamespace(spans=list(spans), tasks=(), home=cpu, device=cpu)
 
 
 SPANS = (
@@ -22,6 +24,9 @@ SPANS = (
     Span(4, 1, 90, 110, heldout=False),
     Span(4, 1, 110, 115, heldout=True),
 )
+
+
+NUMBERS = SimpleNamespace(rows=lambda update, size: np.array([update]))  # a sampler that draws the update's number
 
 
 def test_weights_grow_threefold_every_three_iterations():
@@ -55,35 +60,20 @@ def test_an_updates_rows_depend_on_nothing_before_it():
     assert (Sampler(store_of(*SPANS), 3, 3, (8,)).rows(5, 10) != b.rows(5, 10)).any()
 
 
-def test_rows_know_their_task():
-    assert task_of_rows(store_of(*SPANS), np.array([0, 49, 50, 59, 60, 89, 90, 114])).tolist() == [
-        0,
-        0,
-        1,
-        1,
-        0,
-        0,
-        1,
-        1,
-    ]
-
-
 def test_heldout_rows_are_spread_evenly_over_what_is_held_out():
     assert heldout_rows(store_of(*SPANS), 0, 4).tolist() == [0, 3, 6, 9]
     assert heldout_rows(store_of(*SPANS), 1, 100).tolist() == [110, 111, 112, 113, 114]
 
 
 def test_batches_come_in_order_and_an_error_comes_out_where_it_is_used(monkeypatch):
-    def assemble(store, rows, table, horizon):
-        if rows == 6:
+    def assemble(store, rows, horizon):
+        if rows[0] == 6:
             raise OSError("the disk went away")
-        return rows
+        return Batch(rows, rows, rows, rows, rows)
 
     monkeypatch.setattr("presage.batches.assemble", assemble)
-    monkeypatch.setattr("presage.batches.controls_table", lambda tasks: None)
-    sampler = SimpleNamespace(rows=lambda update, size: update)
-    batches = stream(store_of(), sampler, range(3, 9), 1, 1)
-    assert [next(batches) for _ in range(3)] == [3, 4, 5]
+    batches = stream(store_of(), NUMBERS, range(3, 9), 1, 1)
+    assert [int(next(batches).frames) for _ in range(3)] == [3, 4, 5]
     with pytest.raises(OSError, match="the disk went away"):
         next(batches)
 
@@ -91,10 +81,9 @@ def test_batches_come_in_order_and_an_error_comes_out_where_it_is_used(monkeypat
 def test_a_stream_that_is_not_read_to_its_end_lets_go_of_its_thread(monkeypatch):
     import threading
 
-    monkeypatch.setattr("presage.batches.assemble", lambda store, rows, table, horizon: rows)
-    monkeypatch.setattr("presage.batches.controls_table", lambda tasks: None)
+    monkeypatch.setattr("presage.batches.assemble", lambda store, rows, horizon: Batch(rows, rows, rows, rows, rows))
     before = threading.active_count()
-    batches = stream(store_of(), SimpleNamespace(rows=lambda update, size: update), range(1000), 1, 1)
+    batches = stream(store_of(), NUMBERS, range(1000), 1, 1)
     next(batches)
     assert threading.active_count() == before + 1
     batches.close()

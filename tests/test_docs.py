@@ -15,8 +15,8 @@ REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src" / "presage"
 README = (REPOSITORY / "README.md").read_text()
 ORDER = (
-    "errors", "config", "tasks", "toy", "games", "arena", "events", "files", "store", "batches", "model", "planner",
-    "checkpoint", "agent", "progress", "collect", "training", "evaluation", "run", "replay", "report", "bench", "cli",
+    "errors", "config", "tasks", "toy", "games", "arena", "events", "files", "store", "batches", "model",
+    "fused_perception", "fused_prediction", "fused", "planner", "checkpoint", "agent", "progress", "collect", "training", "evaluation", "run", "replay", "report", "bench", "cli",
 )  # fmt: skip
 
 

@@ -113,6 +113,6 @@ def test_the_same_as_a_plain_loop_over_games_and_sequences(kind):
 
 def test_as_a_chooser_it_plays_the_first_action_of_the_best_plan():
     planner = make(lambda state, controls: Outlook(controls[:, :, 0, 0], torch.zeros(controls.shape[:2])))
-    actions = planner(np.zeros((2, 4, 84, 84), np.uint8), np.array([True, True]))
+    actions = planner(np.zeros((2, 84, 84), np.uint8), np.array([True, True]))
     assert actions.tolist() == planner.carried[:, 0].tolist()
     assert actions.dtype == np.int64

@@ -11,8 +11,8 @@ import torch
 from safetensors import safe_open
 
 from presage.arena import Arena, Turn, play
-from presage.batches import assemble, controls_table
-from presage.collect import collect_shard, open_arena, random_chooser
+from presage.batches import assemble
+from presage.collect import collect_shard, of_task, open_arenas, random_chooser
 from presage.config import preset, with_fields
 from presage.errors import RunError
 from presage.games import find
@@ -38,15 +38,12 @@ def played(tmp_path_factory):
     """A real shard of each of the paper's games, and the turns it was made of."""
     folder, tasks, envs, steps = tmp_path_factory.mktemp("shards"), find(GAMES), 4, 150
     arena = Arena(tasks, envs)
-    writers = [
-        ShardWriter(folder / f"{task.name}.safetensors", task, slice(i * envs, (i + 1) * envs), {"iteration": 1})
-        for i, task in enumerate(tasks)
-    ]
+    writers = [ShardWriter(folder / f"{task.name}.safetensors", task, {"iteration": 1}) for task in tasks]
     turns = []
     for _, turn in zip(range(steps), play(arena, random_chooser(tasks, envs, 0), (1,))):
         turns.append(Turn(*(array.copy() for array in turn)))
-        for writer in writers:
-            writer.add(turn)
+        for index, writer in enumerate(writers):
+            writer.add(of_task([turn], index, envs))
     arena.close()
     for writer in writers:
         writer.close()
@@ -109,18 +106,17 @@ def test_a_damaged_shard_is_named_and_refused(played, tmp_path, damage):
     assert str(path) in str(refusal.value)
 
 
-def filled(played, resident: bool) -> Store:
+def filled(played, place: str) -> Store:
     folder, tasks, _ = played
-    store = Store(tasks, Budget(3 * 4 * 150, 0, resident), CPU)
+    store = Store(tasks, Budget(3 * 4 * 150, place, {}), CPU)
     for index, task in enumerate(tasks):
         store.add(folder / f"{task.name}.safetensors", 1, index, heldout=False)
     return store
 
 
 def test_resident_and_streamed_frames_give_the_same_batches(played):
-    rows = np.random.default_rng(0).integers(0, 3 * 4 * 150, 200)
-    table = controls_table(played[1])
-    a, b = (assemble(filled(played, resident), rows, table, 25) for resident in (True, False))
+    rows = torch.from_numpy(np.random.default_rng(0).integers(0, 3 * 4 * 150, 200))
+    a, b = (assemble(filled(played, place), rows, 25) for place in ("memory", "disk"))
     for name, one, other in zip(a._fields, a, b):
         assert torch.equal(one, other), name
 
@@ -128,11 +124,11 @@ def test_resident_and_streamed_frames_give_the_same_batches(played):
 def test_a_batch_is_what_was_played(played):
     """Stacks, controls and targets of every row against the turns themselves, by plain loops."""
     _, tasks, turns = played
-    store = filled(played, True)
+    store = filled(played, "memory")
     frames, actions, died, scored, ended = (columns(turns, n) for n in ("frames", "actions", "died", "scored", "ended"))
     random = np.random.default_rng(1)
     rows = np.concatenate([random.integers(0, 1800, 150), [0, 1, 2, 149, 150, 1799]])
-    batch = assemble(store, rows, controls_table(tasks), 25)
+    batch = assemble(store, torch.from_numpy(rows), 25)
     for i, row in enumerate(rows):
         env, t = divmod(int(row), 150)
         start = max([s + 1 for s in np.flatnonzero(ended[env, :t])], default=0)
@@ -154,25 +150,43 @@ def test_a_batch_is_what_was_played(played):
 def test_shard_lengths_share_the_steps_evenly():
     config = with_fields(preset("debug"), first_steps=100, shard_steps=30, envs=2, heldout_steps=8)
     assert shard_lengths(config, 1) == [4, 12, 13, 12, 13]
-    assert sum(shard_lengths(preset("paper"), 1)[1:]) * 16 == 400_000
-    assert sum(shard_lengths(preset("paper"), 2)[1:]) * 16 == 200_000
+    assert sum(shard_lengths(preset("paper"), 1)[1:]) * 64 == 400_000
+    assert sum(shard_lengths(preset("paper"), 2)[1:]) * 64 == 200_000
 
 
 def test_a_paper_run_on_24_gib_is_planned_under_12_gib():
     machine = 24 * 2**30
     space = budget(preset("paper"), 3, machine)
     assert space.rows == 19 * 3 * 8_000 + 12_000_000
-    assert not space.resident  # 82 GiB would not fit, so it streams
+    assert space.place == "disk"  # 82 GiB would not fit, so it streams
     assert "streamed from disk" in str(space)
     small = budget(preset("quickstart"), 3, machine)
-    assert small.resident
-    assert max(space.limit, small.limit) < 10 * 2**30
+    assert small.place == "memory"
+    assert max(space.allowed["memory"], small.allowed["memory"]) < 10 * 2**30
+
+
+@pytest.mark.parametrize(
+    ("gpu", "memory", "settings", "place"),
+    [
+        (139, 128, {}, "gpu"),  # a large card holds a whole paper run
+        (24, 256, {}, "memory"),
+        (24, 64, {}, "disk"),
+        (8, 64, {}, "disk"),
+        (139, 256, {"gpu_memory_gib": 20.0}, "memory"),  # as told
+        (139, 256, {"gpu_memory_gib": 20.0, "memory_gib": 10.0}, "disk"),
+        (0, 256, {}, "memory"),  # no card at all
+    ],
+)
+def test_frames_lie_on_the_gpu_in_memory_or_on_disk_by_what_there_is(gpu, memory, settings, place):
+    space = budget(with_fields(preset("paper"), **settings), 3, memory * 2**30, gpu * 2**30)
+    assert space.place == place
+    assert ("GiB of gpu" in str(space)) == (gpu > 0)
 
 
 def test_streaming_takes_memory_for_the_rows_only(played):
     """Eleven bytes a row, whatever the frames: 12 million rows are 126 MiB."""
-    store = filled(played, False)
-    held = [store.actions, store.events, store.ages, store.frames.starts]
+    store = filled(played, "disk")
+    held = [store.codes, store.events, store.ages, store.frames.starts]
     assert sum(t.element_size() for t in held) == 11
     assert not any(isinstance(v, torch.Tensor) and v.numel() > store.size for v in vars(store.frames).values())
 
@@ -188,13 +202,28 @@ def test_a_shard_is_a_function_of_its_place_alone(tmp_path):
     config, tasks = with_fields(preset("debug"), games=["toy", "breakout"], seed=5), find(["toy", "breakout"])
     contents: list[dict[Path, bytes]] = []
     for name, shards in (("once", [1]), ("again", [2, 1]), ("other", [2])):
-        arena = open_arena(config, tasks)
-        for shard in shards:
-            collect_shard(tmp_path / name, config, arena, None, 1, shard, Interrupt())
-        arena.close()
+        with open_arenas(config, tasks) as arenas:
+            for shard in shards:
+                collect_shard(tmp_path / name, config, arenas, None, 1, shard, Interrupt())
         contents.append({p.name: p.read_bytes() for p in (tmp_path / name).rglob("shard-*")})
     once, again, other = contents
     assert once == {name: data for name, data in again.items() if "shard-001" in name}
     same_task = "shard-001-breakout.safetensors", "shard-002-breakout.safetensors"
     assert once[same_task[0]] != other[same_task[1]]
     assert shard_path(tmp_path / "once", 1, 1, "toy").name in once
+
+
+def test_frames_left_in_the_stores_room_are_those_of_the_shard(tmp_path):
+    """What was played straight into memory, in two groups, and what is unpacked from its files: the same store."""
+    config, tasks = with_fields(preset("debug"), games=["breakout", "toy"], envs=4, groups=2), find(["breakout", "toy"])
+    space = Budget(64 * 2 * 2, "memory", {})
+    played, unpacked = (Store(tasks, space, CPU) for _ in range(2))
+    with open_arenas(config, tasks) as arenas:
+        collect_shard(tmp_path, config, arenas, None, 1, 1, Interrupt(), played)
+    for index, task in enumerate(tasks):
+        file = shard_path(tmp_path, 1, 1, task.name)
+        played.add(file, 1, index, heldout=False, unpacked=True)
+        unpacked.add(file, 1, index, heldout=False)
+    assert played.size == unpacked.size == 128
+    assert torch.equal(played.frames.frames[:128], unpacked.frames.frames[:128])
+    assert unpacked.frames.frames[:128].float().std() > 0

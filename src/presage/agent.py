@@ -2,6 +2,7 @@
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -9,12 +10,11 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from presage import __version__, checkpoint
+from presage import __version__, checkpoint, fused
 from presage.arena import Array
 from presage.batches import controls_table
 from presage.config import Config, at, from_json, to_json
 from presage.errors import RunError, UsageError
-from presage.events import Outlook
 from presage.files import checksum, encode_tensors, read_json, write_bytes, write_json
 from presage.games import find
 from presage.model import Model
@@ -63,7 +63,8 @@ class Agent:
         self.model = model.to(device).eval()
         self.specs = {spec.name: spec for spec in specs}
         self.config, self.iteration, self.device = config, iteration, device
-        self.generator = torch.Generator().manual_seed(config.seed)
+        self.fast = config.machine.fused and fused.fits(model, device)
+        self.generator = torch.Generator(device).manual_seed(config.seed)
 
     @property
     def k(self) -> int:
@@ -81,13 +82,13 @@ class Agent:
         With no seed it draws from the agent's own generator.
         """
         thresholds = [self.threshold(spec) if threshold is None else threshold for spec in specs]
-        generator = self.generator if seed is None else torch.Generator().manual_seed(seed)
+        generator = self.generator if seed is None else torch.Generator(self.device).manual_seed(seed)
         return Planner(
-            perceive=lambda frames: self.model.perceive(frames.to(self.device)),
-            imagine=lambda h, controls: self.model.imagine(h, controls.to(self.device)),
-            tables=controls_table(specs),
-            action_counts=torch.tensor([len(spec.controls) for spec in specs]),
-            thresholds=torch.tensor(thresholds, dtype=torch.float32),
+            perceive=partial(fused.perceive, self.model) if self.fast else self.model.perceive,
+            imagine=partial(fused.imagine, self.model) if self.fast else self.model.imagine,
+            tables=controls_table(specs).to(self.device),
+            action_counts=torch.tensor([len(spec.controls) for spec in specs], device=self.device),
+            thresholds=torch.tensor(thresholds, dtype=torch.float32, device=self.device),
             k=self.k if k is None else k,
             horizon=self.config.data.horizon,
             generator=generator,
@@ -116,17 +117,17 @@ class Agent:
         if k is not None and k < 1:
             raise UsageError(f"k must be at least 1, not {k}.")
         spec = self.spec(task)
-        rows = torch.arange(len(batch))
         planner = self.planner([spec] * len(batch), seed, k, threshold)
-        fresh = torch.full((len(batch),), previous is None)
+        rows = planner.rows
+        fresh = torch.full((len(batch),), previous is None, device=self.device)
         if previous is not None:
-            planner.carried = torch.from_numpy(np.atleast_2d(previous.sequence).copy())
+            planner.carried = torch.from_numpy(np.atleast_2d(previous.sequence).copy()).to(self.device)
             if planner.carried.shape != (len(batch), planner.horizon):
                 raise UsageError("the previous plan is for another number of games.")
-        plan = planner.plan(batch, fresh, rows)
+        stacks = batch.to(self.device)
+        plan = planner.plan(stacks, fresh, rows)
         controls = planner.tables[rows[:, None, None], plan.actions]  # [N, k, H, 3]
-        steps = self.model.imagine_steps(self.model.perceive(batch.to(self.device)), controls.to(self.device))
-        died, scored = Outlook(steps.died.cpu(), steps.scored.cpu())  # [N, k, H]
+        died, scored = self.model.imagine_steps(self.model.perceive(stacks), controls)  # [N, k, H] each
         index, safe = plan.choice
         limit = float(planner.thresholds[0])
         arrays = {
@@ -139,9 +140,9 @@ class Agent:
             "candidates_p_scored": scored,
             "safe": safe,
         }
-        out = {name: (tensor[0] if single else tensor).numpy() for name, tensor in arrays.items()}
+        out = {name: (tensor[0] if single else tensor).cpu().numpy() for name, tensor in arrays.items()}
         reasons = [_reason(s, limit) for s in safe]
-        first, chosen = plan.best[:, 0].numpy(), index.numpy()
+        first, chosen = plan.best[:, 0].cpu().numpy(), index.cpu().numpy()
         return AgentPlan(
             action=int(first[0]) if single else first,
             chosen=int(chosen[0]) if single else chosen,

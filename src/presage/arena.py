@@ -14,10 +14,10 @@ from ale_py.vector_env import AtariVectorEnv
 
 from presage.errors import UsageError
 from presage.games import AtariTask
-from presage.tasks import FRAME, STACK, StepResult, Task
+from presage.tasks import FRAME, StepResult, Task
 
 Array = np.ndarray[Any, np.dtype[Any]]
-Chooser = Callable[[Array, Array], Array]  # (stacks uint8 [N, 4, 84, 84], fresh bool [N]) -> actions int64 [N]
+Chooser = Callable[[Array, Array], Array]  # (frames uint8 [N, 84, 84], fresh bool [N]) -> actions int64 [N]
 
 MAX_FRAMES = 108_000  # an episode's cap, in emulator frames: 30 minutes of play
 SKIP = 4  # emulator frames a step
@@ -161,6 +161,7 @@ class Arena:
         self.options = (sticky, threads, max_frames)
         self.noop = np.array([task.noop for task in tasks])[self.task_of]
         self.serve = np.array([-1 if task.serve is None else task.serve for task in tasks])[self.task_of]
+        self.under_way = False  # a step was sent and not yet received
 
     @cached_property
     def pools(self) -> list[Pool]:
@@ -174,6 +175,8 @@ class Arena:
 
     def reset(self, seed: Sequence[int]) -> Array:
         """Start every game, as if nothing had been played before; its first frames [N, 84, 84]."""
+        if self.under_way:
+            self.recv()
         self.randoms = [np.random.default_rng([*seed, row]) for row in range(self.rows)]
         seeds = np.array([random.integers(2**31 - 1) for random in self.randoms], np.int32).reshape(-1, self.envs)
         self.noops_left = np.zeros(self.rows, np.int64)
@@ -190,10 +193,12 @@ class Arena:
         self.serve_due &= ~serving
         for pool, part in zip(self.pools, np.split(played, len(self.pools)), strict=True):
             pool.send(np.ascontiguousarray(part))
+        self.under_way = True
         return played
 
     def recv(self) -> Step:
         step = Step(*map(np.concatenate, zip(*(pool.recv() for pool in self.pools), strict=True)))
+        self.under_way = False
         self.serve_due |= step.died & (self.serve >= 0)
         self._start(step.ended)
         return step
@@ -231,15 +236,14 @@ class Turn(NamedTuple):
 
 
 def play(arena: Arena, choose: Chooser, seed: Sequence[int]) -> Iterator[Turn]:
-    """The game loop, for ever: collecting, evaluating and watching all fold over it."""
+    """The game loop, for ever: collecting, evaluating and watching all fold over it.
+
+    When a turn is handed out the next step is already under way, so that whatever is done with the turn costs no time.
+    """
     frames = arena.reset(seed)
-    fresh = np.ones(arena.rows, bool)
-    stacks = np.empty((arena.rows, STACK, FRAME, FRAME), np.uint8)
+    actions = arena.send(choose(frames, np.ones(arena.rows, bool)))
     while True:
-        # A new episode's first frame fills the whole stack: frames of the one before are never shown (S2).
-        stacks[:, :-1] = np.where(fresh[:, None, None, None], frames[:, None], stacks[:, 1:])
-        stacks[:, -1] = frames
-        actions = arena.send(choose(stacks, fresh))
         seen, (frames, *outcome) = frames, arena.recv()
-        yield Turn(seen, actions, *outcome)
-        fresh = outcome[-1]
+        turn = Turn(seen, actions, *outcome)
+        actions = arena.send(choose(frames, turn.ended))
+        yield turn

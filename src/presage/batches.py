@@ -11,7 +11,7 @@ from torch import Tensor
 
 from presage.arena import Array
 from presage.events import targets
-from presage.store import Store
+from presage.store import DIED, LAST, SCORED, Store
 from presage.tasks import Spec, Task
 
 
@@ -65,19 +65,11 @@ class Sampler:
         return out
 
 
-def assemble(store: Store, rows: Array, table: Tensor, horizon: int) -> Batch:
-    """The batch of these rows; table from controls_table."""
-    index = torch.from_numpy(rows)
-    actions, events = store.window(index, horizon)
-    tasks = torch.from_numpy(task_of_rows(store, rows))
-    controls = table[tasks[:, None], actions.long()]
-    return Batch(store.stacks(index), controls, *targets((events & 1) > 0, (events & 2) > 0, (events & 4) > 0))
-
-
-def task_of_rows(store: Store, rows: Array) -> Array:
-    starts = np.array([span.start for span in store.spans])
-    tasks = np.array([span.task for span in store.spans])
-    return np.asarray(tasks[np.searchsorted(starts, rows, side="right") - 1])
+def assemble(store: Store, rows: Tensor, horizon: int) -> Batch:
+    """The batch of these rows, where the store is at home."""
+    controls, events = store.window(rows, horizon)
+    happened = ((events & bit) > 0 for bit in (DIED, SCORED, LAST))
+    return Batch(store.stacks(rows), controls, *targets(*happened))
 
 
 def heldout_rows(store: Store, task: int, most: int) -> Array:
@@ -89,7 +81,6 @@ def heldout_rows(store: Store, task: int, most: int) -> Array:
 
 def stream(store: Store, sampler: Sampler, updates: range, size: int, horizon: int) -> Generator[Batch]:
     """Batches for these updates in order, prepared by a thread a few ahead."""
-    table = controls_table(store.tasks)
     ready: queue.Queue[Batch | BaseException] = queue.Queue(4)
     stop = threading.Event()
 
@@ -106,7 +97,10 @@ def stream(store: Store, sampler: Sampler, updates: range, size: int, horizon: i
             for update in updates:
                 if stop.is_set():
                     return
-                hand_over(assemble(store, sampler.rows(update, size), table, horizon))
+                rows = torch.from_numpy(sampler.rows(update, size)).to(store.home)
+                batch = assemble(store, rows, horizon)
+                # Pinned memory, so that its copy to a GPU takes nobody's time.
+                hand_over(Batch(*(t.pin_memory() for t in batch)) if store.device.type == "cuda" else batch)
         except BaseException as error:  # handed to the thread that trains, where it is raised
             hand_over(error)
 

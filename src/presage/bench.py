@@ -6,6 +6,8 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
+from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -14,119 +16,172 @@ import ale_py
 import gymnasium
 import numpy as np
 import torch
+from torch.utils.flop_counter import FlopCounterMode
 
-from presage import __version__
+from presage import __version__, fused
 from presage.agent import Agent, device_of
 from presage.arena import Arena, play
-from presage.batches import Batch, Sampler, assemble, controls_table, stream
-from presage.collect import collect_shard, open_arena, random_chooser
+from presage.batches import Batch, Sampler, assemble
+from presage.collect import collect_shard, open_arenas, random_chooser
 from presage.config import Config, preset, with_fields
 from presage.errors import UsageError
 from presage.games import atari_games, find
 from presage.model import Model
 from presage.progress import Interrupt, say
-from presage.store import Store, budget, machine_memory, shard_path
+from presage.store import Store, budget, gpu_memory, machine_memory, shard_path
 from presage.tasks import Spec, Task
-from presage.training import make_optimizer, update_once
+from presage.training import Updater, make_optimizer, plain_loss, update_once
 
-ENVS = 16
 STEPS = 100  # of each environment in the shards that are played
 
 
-def measure(seconds: float, device_name: str, games: Sequence[str | Task]) -> dict[str, Any]:
+@dataclass(frozen=True)
+class Scale:
+    """How much is done at a time."""
+
+    envs: int  # games of each kind
+    groups: int
+    k: int
+
+    @classmethod
+    def of(cls, device: torch.device) -> "Scale":
+        """What a run would use here: late iterations of the paper's on a GPU, early ones on a CPU."""
+        return cls(envs=64, groups=2, k=200) if device.type == "cuda" else cls(envs=16, groups=1, k=25)
+
+
+def measure(
+    seconds: float, device_name: str, games: Sequence[str | Task], scale: Scale | None = None
+) -> dict[str, Any]:
     """All figures, taken one after the other in this process with the paper's network."""
     tasks, device = find(games), device_of(device_name)
     if seconds <= 0:
         raise UsageError(f"seconds must be more than 0, not {seconds}.")
-    shard = ENVS * STEPS
+    scale = scale or Scale.of(device)
+    shard = scale.envs * STEPS
     config = with_fields(
-        preset("paper"), games=tuple(task.name for task in tasks), iterations=1, envs=ENVS, shard_steps=shard,
-        first_steps=shard, later_steps=shard, heldout_steps=shard, device=device_name,
+        preset("paper"), games=tuple(task.name for task in tasks), iterations=1, envs=scale.envs, groups=scale.groups,
+        shard_steps=shard, first_steps=shard, later_steps=shard, heldout_steps=shard, k=((1, scale.k),),
+        device=device_name,
     )  # fmt: skip
     torch.manual_seed(0)
     model = Model(config.model).to(device)
     agent = Agent(model, [Spec.of(task) for task in tasks], config, 1, device)
-    with TemporaryDirectory() as folder:
+    with TemporaryDirectory() as folder, open_arenas(config, tasks) as arenas:
         run = Path(folder)
-        say("emulator …")
-        emulator = raw_steps_per_s(tasks, seconds)
-        say("collecting …")
-        with closing(open_arena(config, tasks)) as arena:
-            collected = collect_shard(run, config, arena, agent, 1, 1, Interrupt())
+        store = Store(tasks, budget(config, len(tasks), machine_memory(), gpu_memory(device)), device)
         say("planning …")
-        planning = plan_times(agent, tasks, seconds)
+        planning = plan_times(agent, tasks, scale, seconds)
+        say("emulator …")
+        emulator = raw_steps_per_s(arenas, seconds)
+        say("collecting …")
+        collected = collect_shard(run, config, arenas, agent, 1, 1, Interrupt(), store)
+        for index, task in enumerate(tasks):
+            store.add(shard_path(run, 1, 1, task.name), 1, index, heldout=False, unpacked=store.keeps)
         say("updates …")
-        updates = update_times(model, run, config, tasks, device, seconds)
+        updates = update_times(model, store, config, seconds)
+    flops = arithmetic(model, config)
+    rate = matrix_flops(device)
+    sequences = scale.envs * len(tasks) * scale.k
     return {
         "version": __version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)",
-        "environments": len(tasks) * ENVS,
-        "k": agent.k,
+        "environments": len(tasks) * scale.envs,
+        "groups": scale.groups,
+        "k": scale.k,
         "emulator_steps_per_s": emulator,
         "collect_steps_per_s": collected["steps_per_s"],
         "collect_over_emulator": collected["steps_per_s"] / emulator,
         "bytes_per_step": collected["bytes"] / collected["steps"],
         **planning,
         **updates,
+        "matrix_tflops": rate / 1e12,
+        "plan_arithmetic_ms": flops["sequence"] * sequences / rate * 1e3,
+        "update_arithmetic_ms": flops["update"] / rate * 1e3,
     }
 
 
-def raw_steps_per_s(tasks: Sequence[Task], seconds: float) -> float:
-    """Random actions, nothing stored: the floor for collecting."""
-    arena = Arena(tasks, ENVS)
-    turns = play(arena, random_chooser(tasks, ENVS, 0), (0,))
-    next(turns)
-    rate = arena.rows / timed(lambda: next(turns), seconds, torch.device("cpu"))
-    arena.close()
-    return rate
+def raw_steps_per_s(arenas: Sequence[Arena], seconds: float) -> float:
+    """Random actions in the same emulators, nothing stored: the floor for collecting."""
+    plays = [play(arena, random_chooser(arena.tasks, arena.envs, 0), (0,)) for arena in arenas]
+    everyone = zip(*plays, strict=True)
+    next(everyone)
+    return sum(arena.rows for arena in arenas) / timed(lambda: next(everyone), seconds, torch.device("cpu"))
 
 
-def plan_times(agent: Agent, tasks: Sequence[Task], seconds: float) -> dict[str, float]:
-    """One step of all games, planned; and the bare network on a batch of the same size."""
-    specs = [Spec.of(task) for task in tasks for _ in range(ENVS)]
+def plan_times(agent: Agent, tasks: Sequence[Task], scale: Scale, seconds: float) -> dict[str, float]:
+    """One step of all games, planned; and the plain PyTorch network on a batch of the same size."""
+    specs = [Spec.of(task) for task in tasks for _ in range(scale.envs)]
     planner = agent.planner(specs, seed=0)
-    frames = np.random.default_rng(0).integers(0, 256, (len(specs), 4, 84, 84), dtype=np.uint8)
+    frames = np.random.default_rng(0).integers(0, 256, (len(specs), 84, 84), dtype=np.uint8)
     fresh = np.zeros(len(specs), bool)
-    on_device = torch.from_numpy(frames).to(agent.device)
+    stacks = torch.from_numpy(frames)[:, None].expand(-1, 4, -1, -1).contiguous().to(agent.device)
     controls = torch.zeros(len(specs), agent.k, agent.config.data.horizon, 3, device=agent.device)
     plan = timed(lambda: planner(frames, fresh), seconds, agent.device)
-    network = timed(lambda: agent.model.imagine(agent.model.perceive(on_device), controls), seconds, agent.device)
+    network = timed(lambda: agent.model.imagine(agent.model.perceive(stacks), controls), seconds, agent.device)
     return {"plan_ms": plan * 1e3, "plan_network_ms": network * 1e3, "plan_over_network": plan / network}
 
 
-def update_times(
-    model: Model, run: Path, config: Config, tasks: Sequence[Task], device: torch.device, seconds: float
-) -> dict[str, float]:
-    """An update with its data, and the plain PyTorch update on a batch that is already there."""
-    store = Store(tasks, budget(config, len(tasks), machine_memory(device)), device)
-    for index, task in enumerate(tasks):
-        store.add(shard_path(run, 1, 1, task.name), 1, index, heldout=False)
+def update_times(model: Model, store: Store, config: Config, seconds: float) -> dict[str, float]:
+    """An update with its data as a run does it, and the plain PyTorch update on a batch that is already there."""
+    device = store.device
     model.train()
-    optimizer = make_optimizer(model, config.train)
     sampler = Sampler(store, 3.0, 3, (0,))
-    size, horizon = config.train.batch_size, config.data.horizon
-    fixed = assemble(store, sampler.rows(0, size), controls_table(tasks), horizon)
-    fixed = Batch(*(t.to(device) for t in fixed))
-    eager = timed(lambda: update_once(model, optimizer, fixed, 1.0), seconds, device)
-    batches = stream(store, sampler, range(10**9), size, horizon)
+    rows = torch.from_numpy(sampler.rows(0, config.train.batch_size)).to(store.home)
+    fixed = Batch(*(t.to(device) for t in assemble(store, rows, config.data.horizon)))
+    optimizer = make_optimizer(model, config.train)
+    eager = timed(lambda: update_once(optimizer, partial(plain_loss, model), fixed, 1.0), seconds, device)
+    updater = Updater(model, optimizer, store, config)
     waited = 0.0
+    with closing(updater.inputs(sampler, range(10**9))) as inputs:
 
-    def update() -> None:
-        nonlocal waited
-        asked = time.perf_counter()
-        batch = next(batches)
-        waited += time.perf_counter() - asked
-        update_once(model, optimizer, Batch(*(t.to(device) for t in batch)), 1.0)
+        def update() -> None:
+            nonlocal waited
+            asked = time.perf_counter()
+            given = next(inputs)
+            waited += time.perf_counter() - asked
+            updater(*given)
 
-    update()
-    waited, began, count = 0.0, time.perf_counter(), 0
-    while time.perf_counter() - began < seconds:
-        update()
-        count += 1
-    synchronize(device)
-    total = time.perf_counter() - began
-    batches.close()
+        for _ in range(fused.WARM_UP + 1):
+            update()
+        synchronize(device)
+        waited, began, count = 0.0, time.perf_counter(), 0
+        while time.perf_counter() - began < seconds:
+            update()
+            count += 1
+        synchronize(device)
+        total = time.perf_counter() - began
     return {"update_ms": total / count * 1e3, "update_eager_ms": eager * 1e3, "data_wait_fraction": waited / total}
+
+
+def arithmetic(model: Model, config: Config) -> dict[str, int]:
+    """Floating-point operations of an update, and of one imagined sequence."""
+    shape, horizon = config.model, config.data.horizon
+    frames = torch.zeros(config.train.batch_size, 4, 84, 84, dtype=torch.uint8, device=next(model.parameters()).device)
+    controls = torch.zeros(config.train.batch_size, horizon, 3, device=frames.device)
+    with FlopCounterMode(display=False) as counter:
+        model(frames, controls).sum().backward()
+    step = 2 * shape.hidden_size * (2 * shape.state_size + 3)
+    return {"update": int(counter.get_total_flops()), "sequence": step * horizon}
+
+
+def matrix_flops(device: torch.device) -> float:
+    """What a large matrix product reaches here, in the precision that updates use: the floor's denominator."""
+    size, dtype = (8192, torch.bfloat16) if device.type == "cuda" else (1024, torch.float32)
+    a, b = torch.randn(2, size, size, device=device).to(dtype)
+    return 2 * size**3 / timed(lambda: a @ b, 0.2, device)
+
+
+def bounded_by(result: dict[str, Any]) -> dict[str, str]:
+    """For each stage, what a faster machine or better code would have to change."""
+    plan_rate = result["environments"] / result["plan_ms"] * 1e3
+    hidden = plan_rate > result["emulator_steps_per_s"] and result["groups"] > 1
+    update = "arithmetic" if result["update_ms"] < 3 * result["update_arithmetic_ms"] else "latency of small kernels"
+    return {
+        "emulator": "the CPU's cores",
+        "collect": "the emulator" if hidden else "emulator and planning, one after the other",
+        "plan": "arithmetic" if result["plan_ms"] < 3 * result["plan_arithmetic_ms"] else "memory and launches",
+        "update": "waiting for data" if result["data_wait_fraction"] > 0.05 else update,
+    }
 
 
 def timed(work: Callable[[], Any], seconds: float, device: torch.device) -> float:
@@ -148,8 +203,8 @@ def synchronize(device: torch.device) -> None:
 
 def examine() -> dict[str, str]:
     """What this machine has, and what would be slow here."""
-    memory, disk = machine_memory(torch.device("cpu")) / 2**30, shutil.disk_usage(Path.cwd()).free / 2**30
-    paper = budget(preset("paper"), 3, machine_memory(device_of("auto")))
+    memory, disk = machine_memory() / 2**30, shutil.disk_usage(Path.cwd()).free / 2**30
+    paper = budget(preset("paper"), 3, machine_memory(), gpu_memory(device_of("auto")))
     cuda = torch.cuda.is_available()
     return {
         "presage": __version__,

@@ -5,24 +5,34 @@ generators of their own. So whatever was interrupted can be played again, by any
 """
 
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 
 from presage.agent import Agent
-from presage.arena import Arena, Array, Chooser, play
+from presage.arena import Arena, Array, Chooser, Turn, play
 from presage.config import Config
 from presage.progress import Bar, Interrupt
-from presage.store import HELDOUT, ShardWriter, shard_lengths, shard_path
+from presage.store import HELDOUT, ShardWriter, Store, shard_lengths, shard_path
 from presage.tasks import Spec, Task
 
 ARENA, CHOOSER = 1, 2  # which generator a seed is for
 
 
-def open_arena(config: Config, tasks: Sequence[Task]) -> Arena:
-    return Arena(tasks, config.data.envs, config.data.noop_max, config.data.sticky, config.machine.threads)
+@contextmanager
+def open_arenas(config: Config, tasks: Sequence[Task]) -> Iterator[list[Arena]]:
+    """One for each group of games."""
+    data = config.data
+    envs, threads = data.envs // data.groups, config.machine.threads
+    arenas = [Arena(tasks, envs, data.noop_max, data.sticky, threads) for _ in range(data.groups)]
+    try:
+        yield arenas
+    finally:
+        for arena in arenas:
+            arena.close()
 
 
 def whole_seed(*parts: int) -> int:
@@ -34,7 +44,7 @@ def random_chooser(tasks: Sequence[Task], envs: int, seed: int) -> Chooser:
     counts = np.repeat([len(task.controls) for task in tasks], envs)
     random = np.random.default_rng(seed)
 
-    def choose(stacks: Array, fresh: Array) -> Array:  # noqa: ARG001
+    def choose(frames: Array, fresh: Array) -> Array:  # noqa: ARG001
         return random.integers(counts)
 
     return choose
@@ -43,48 +53,62 @@ def random_chooser(tasks: Sequence[Task], envs: int, seed: int) -> Chooser:
 def collect_shard(
     run: Path,
     config: Config,
-    arena: Arena,
+    arenas: Sequence[Arena],
     agent: Agent | None,
     iteration: int,
     shard: int,
     interrupt: Interrupt,
+    store: Store | None = None,
 ) -> dict[str, Any]:
-    """Play one shard, at random where there is no agent yet; what it took and scored."""
-    place, data, tasks = (config.seed, iteration, shard), config.data, arena.tasks
+    """Play one shard, at random where there is no agent yet; what it took and scored. Frames go to a store's room."""
+    place, tasks = (config.seed, iteration, shard), arenas[0].tasks
     lengths = shard_lengths(config, iteration)
-    steps = lengths[shard]
-    seed = whole_seed(*place, CHOOSER)
-    if agent is None:
-        choose = random_chooser(tasks, data.envs, seed)
-    else:
-        choose = agent.planner([Spec.of(task) for task in tasks for _ in range(data.envs)], seed)
+    steps, envs = lengths[shard], config.data.envs
+    plays = []
+    for group, arena in enumerate(arenas):
+        seed = whole_seed(*place, CHOOSER, group)
+        if agent is None:
+            choose = random_chooser(tasks, arena.envs, seed)
+        else:
+            choose = agent.planner([Spec.of(task) for task in tasks for _ in range(arena.envs)], seed)
+        plays.append(play(arena, choose, (*place, ARENA, group)))
     described = {"iteration": iteration, "shard": shard, "seed": config.seed, "planned": agent is not None}
     writers = [
         ShardWriter(
-            shard_path(run, iteration, shard, task.name), task, slice(i * data.envs, (i + 1) * data.envs), described
+            shard_path(run, iteration, shard, task.name),
+            task,
+            described,
+            None if store is None else store.room(i * envs * steps, envs, steps),
         )
         for i, task in enumerate(tasks)
     ]
     began = playing = time.monotonic()
     name = "held out" if shard == HELDOUT else f"{shard} of {len(lengths) - 1}"
+    rows = envs * len(tasks)
     try:
-        with Bar(f"iteration {iteration}: play, shard {name}", steps * arena.rows, "steps") as bar:
-            for number, turn in zip(range(steps), play(arena, choose, (*place, ARENA)), strict=False):
+        with Bar(f"iteration {iteration}: play, shard {name}", steps * rows, "steps") as bar:
+            # Each group's next step is under way while the others' turns are taken and planned for.
+            for number, turns in zip(range(steps), zip(*plays, strict=True), strict=False):
                 playing = time.monotonic() if number == 0 else playing  # emulators have started
-                for writer in writers:
-                    writer.add(turn)
-                bar.advance(arena.rows)
+                for index, writer in enumerate(writers):
+                    writer.add(of_task(turns, index, envs // len(arenas)))
+                bar.advance(rows)
                 interrupt.check()
         episodes = {task.name: writer.close() for task, writer in zip(tasks, writers, strict=True)}
     finally:
         for writer in writers:
             writer.packer.shutdown(cancel_futures=True)
-    rate = (steps - 1) * arena.rows / (time.monotonic() - playing)
     return {
         "shard": shard,
-        "steps": steps * arena.rows,
+        "steps": steps * rows,
         "seconds": time.monotonic() - began,
-        "steps_per_s": rate,
+        "steps_per_s": (steps - 1) * rows / (time.monotonic() - playing),
         "bytes": sum(writer.path.stat().st_size for writer in writers),
         "games": {name: {"episodes": e.number, "mean_score": e.mean} for name, e in episodes.items()},
     }
+
+
+def of_task(turns: Sequence[Turn], task: int, envs: int) -> Turn:
+    """One task's rows of every group's turn, `envs` of each."""
+    mine = slice(task * envs, (task + 1) * envs)
+    return Turn(*(np.concatenate([part[mine] for part in parts]) for parts in zip(*turns, strict=True)))

@@ -28,8 +28,10 @@ class DataConfig:
     """Further cases a game and iteration that are never trained on."""
     shard_steps: int = 100_000
     """Cases a game in one shard, at most: what an interruption repeats."""
-    envs: int = 16
+    envs: int = 64
     """Games of each kind played in parallel."""
+    groups: int = 2
+    """Groups that these are split into: while the emulator plays one, plans are made for another."""
     noop_max: int = 30
     """Each episode starts with 0 to this many steps of doing nothing."""
     sticky: float = 0.0
@@ -99,7 +101,11 @@ class MachineConfig:
     threads: int = 0
     """Threads of the emulator and of PyTorch; 0: all cores."""
     memory_gib: float = 0.0
-    """Memory for frames, on the device; more than that is streamed from disk. 0: two fifths of what there is."""
+    """Memory for frames; more than that is streamed from disk. 0: two fifths of what there is."""
+    gpu_memory_gib: float = 0.0
+    """The GPU's memory for frames; more than that is kept in memory or streamed. 0: seven tenths of what there is."""
+    fused: bool = True
+    """Use the fused kernels and bfloat16 where the GPU can; off: plain PyTorch in float32."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +136,9 @@ PRESETS: dict[str, Config] = {
     "quickstart": Config(
         preset="quickstart",
         iterations=2,
-        data=DataConfig(first_steps=40_000, later_steps=6_400, heldout_steps=1_600, shard_steps=40_000),
+        data=DataConfig(
+            first_steps=40_000, later_steps=6_400, heldout_steps=1_600, shard_steps=40_000, envs=16, groups=1
+        ),
         plan=PlanConfig(k=((1, 25),)),
         model=ModelConfig(channels=(16, 32, 32), hidden_size=250),
         train=TrainConfig(updates=2_200, batch_size=64, lr=((1, 7e-4),), lr_decay="cosine", checkpoint_every=500),
@@ -194,6 +202,7 @@ def check(config: Config) -> Config:
         "heldout_steps": data.heldout_steps,
         "shard_steps": data.shard_steps,
         "envs": data.envs,
+        "groups": data.groups,
         "horizon": data.horizon,
         "updates": train.updates,
         "batch_size": train.batch_size,
@@ -216,6 +225,7 @@ def check(config: Config) -> Config:
         "weight_growth": train.weight_growth,
         "threads": config.machine.threads,
         "memory_gib": config.machine.memory_gib,
+        "gpu_memory_gib": config.machine.gpu_memory_gib,
         **{f"thresholds[{game}]": value for game, value in config.plan.thresholds.items()},
     }
     for name, number in not_negative.items():
@@ -226,6 +236,8 @@ def check(config: Config) -> Config:
     for name in ("first_steps", "later_steps", "heldout_steps"):
         if whole[name] % data.envs:
             raise UsageError(f"{name} ({whole[name]}) must be a multiple of envs ({data.envs}).")
+    if data.envs % data.groups:
+        raise UsageError(f"envs ({data.envs}) must be a multiple of groups ({data.groups}).")
     if data.shard_steps < data.envs:
         raise UsageError(f"shard_steps ({data.shard_steps}) must be at least envs ({data.envs}).")
     check_schedule("lr", train.lr, least=1e-30)

@@ -55,11 +55,11 @@ def _game(
     chooser = random_chooser([task], rows, whole_seed(seed, CHOOSER))
     planner = agent.planner([Spec.of(task)] * rows, whole_seed(seed, CHOOSER), k)
 
-    def choose(stacks: Array, fresh: Array) -> Array:
+    def choose(frames: Array, fresh: Array) -> Array:
         """Plan only for games whose result still counts."""
         owing = np.flatnonzero(quota)
         actions = np.zeros(rows, np.int64)
-        actions[owing] = planner(stacks[owing], fresh[owing], owing)
+        actions[owing] = planner(frames[owing], fresh[owing], owing)
         return actions
 
     chosen: Chooser = chooser if random else choose

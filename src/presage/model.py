@@ -148,21 +148,21 @@ class Model(nn.Module):
         """h [N, S], controls [N, k, H, 3] -> P after the last step [N, k]."""
         n, k = controls.shape[:2]
         last = self.prediction.last(h.repeat_interleave(k, 0), controls.flatten(0, 1))  # [N * k, S]
-        return _outlook(self.valuation(last).view(n, k, OUTCOMES))
+        return outlook(self.valuation(last).view(n, k, OUTCOMES))
 
     @torch.inference_mode()
     def imagine_steps(self, h: Tensor, controls: Tensor) -> Outlook:
         """As imagine, but P after every step [N, k, H]: what a person looks at."""
         n, k, horizon = controls.shape[:3]
         states = self.prediction(h.repeat_interleave(k, 0), controls.flatten(0, 1))  # [N * k, H, S]
-        return _outlook(self.valuation(states).view(n, k, horizon, OUTCOMES))
+        return outlook(self.valuation(states).view(n, k, horizon, OUTCOMES))
 
     def parameters_by_part(self) -> dict[str, int]:
         parts = {"perception": self.perception, "prediction": self.prediction, "valuation": self.valuation}
         return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
 
 
-def _outlook(logits: Tensor) -> Outlook:
+def outlook(logits: Tensor) -> Outlook:
     return Outlook(*logits.sigmoid().unbind(-1))
 
 

@@ -12,6 +12,7 @@ from torch import Tensor
 
 from presage.arena import Array
 from presage.events import Outlook
+from presage.tasks import FRAME, STACK
 
 Imagine = Callable[
     [Tensor, Tensor], Outlook
@@ -34,7 +35,7 @@ class Plan(NamedTuple):
     @property
     def best(self) -> Tensor:
         """The chosen sequences, int64 [N, H]."""
-        return self.actions[torch.arange(len(self.actions)), self.choice.chosen]
+        return self.actions[torch.arange(len(self.actions), device=self.actions.device), self.choice.chosen]
 
 
 def choose(outlook: Outlook, threshold: Tensor) -> Choice:
@@ -48,7 +49,10 @@ def choose(outlook: Outlook, threshold: Tensor) -> Choice:
 
 
 class Planner:
-    """Plans for `rows` games at once, each with its own actions and threshold, and remembers their last plans."""
+    """Plans for N games at once, each with its own actions and threshold. It remembers their last frames and plans.
+
+    Its tensors lie where the network's do, so that only frames go there and only actions come back.
+    """
 
     def __init__(
         self,
@@ -64,29 +68,43 @@ class Planner:
         self.perceive, self.imagine = perceive, imagine
         self.tables, self.action_counts, self.thresholds = tables, action_counts, thresholds
         self.k, self.horizon, self.generator = k, horizon, generator
-        self.carried = torch.zeros(len(tables), horizon, dtype=torch.int64)
+        self.rows = torch.arange(len(tables), device=tables.device)
+        self.stacks = torch.zeros(len(tables), STACK, FRAME, FRAME, dtype=torch.uint8, device=tables.device)
+        self.carried = torch.zeros(len(tables), horizon, dtype=torch.int64, device=tables.device)
+
+    def see(self, frames: Tensor, fresh: Tensor, rows: Tensor) -> Tensor:
+        """Put the newest frames [n, 84, 84] on the stacks of these rows; the stacks [n, 4, 84, 84].
+
+        A new episode's first frame fills the whole stack: frames of the one before are never shown (S2).
+        """
+        newest = frames[:, None]
+        older = torch.where(fresh[:, None, None, None], newest, self.stacks[rows, 1:])
+        stacks = torch.cat([older, newest], 1)
+        self.stacks[rows] = stacks
+        return stacks
 
     def candidates(self, rows: Tensor, fresh: Tensor) -> Tensor:
         """k sequences a row, uniformly random; the first is last step's best moved up by one, unless fresh (S17)."""
         counts = self.action_counts[rows][:, None, None]
-        uniform = torch.rand(len(rows), self.k, self.horizon, generator=self.generator)
+        uniform = torch.rand(len(rows), self.k, self.horizon, generator=self.generator, device=rows.device)
         actions = (uniform * counts).long().clamp(max=counts - 1)  # u * n may round up to n
         moved_on = torch.cat([self.carried[rows, 1:], actions[:, 0, -1:]], 1)
         actions[:, 0] = torch.where(fresh[:, None], actions[:, 0], moved_on)
         return actions
 
-    def plan(self, frames: Tensor, fresh: Tensor, rows: Tensor) -> Plan:
-        """frames: uint8 [len(rows), 4, 84, 84]; fresh: bool, an episode starts here."""
+    def plan(self, stacks: Tensor, fresh: Tensor, rows: Tensor) -> Plan:
+        """stacks: uint8 [len(rows), 4, 84, 84]; fresh: bool, an episode starts here."""
         actions = self.candidates(rows, fresh)
         controls = self.tables[rows[:, None, None], actions]  # [N, k, H, 3]
-        outlook = self.imagine(self.perceive(frames), controls)
-        outlook = Outlook(outlook.died.cpu(), outlook.scored.cpu())
+        outlook = self.imagine(self.perceive(stacks), controls)
         plan = Plan(actions, outlook, choose(outlook, self.thresholds[rows]))
         self.carried[rows] = plan.best
         return plan
 
-    def __call__(self, stacks: Array, fresh: Array, rows: Array | None = None) -> Array:
-        """The first actions of the chosen plans: an arena's Chooser."""
-        index = torch.arange(len(stacks)) if rows is None else torch.from_numpy(rows)
-        plan = self.plan(torch.from_numpy(stacks), torch.from_numpy(fresh), index)
-        return np.asarray(plan.best[:, 0].numpy())
+    def __call__(self, frames: Array, fresh: Array, rows: Array | None = None) -> Array:
+        """The first actions of the chosen plans, from the newest frames [n, 84, 84]: an arena's Chooser."""
+        device = self.rows.device
+        index = self.rows if rows is None else torch.from_numpy(rows).to(device)
+        starts = torch.from_numpy(fresh).to(device)
+        stacks = self.see(torch.from_numpy(frames).to(device), starts, index)
+        return np.asarray(self.plan(stacks, starts, index).best[:, 0].cpu().numpy())

@@ -6,7 +6,7 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import closing, contextmanager
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -18,7 +18,7 @@ from presage import __version__, checkpoint
 from presage.agent import Agent, device_of, load, read_config
 from presage.arena import rehearse
 from presage.checkpoint import Position
-from presage.collect import collect_shard, open_arena
+from presage.collect import collect_shard, open_arenas
 from presage.config import Config, differences, to_json, with_fields
 from presage.config import preset as preset_config
 from presage.errors import RunError, UsageError
@@ -27,9 +27,9 @@ from presage.files import write_bytes, write_json
 from presage.games import AtariTask, find
 from presage.model import Model
 from presage.progress import Interrupt, say
-from presage.store import HELDOUT, Budget, Store, budget, machine_memory, shard_lengths, shard_path
+from presage.store import HELDOUT, Budget, Store, budget, gpu_memory, machine_memory, shard_lengths, shard_path
 from presage.tasks import Spec, Task
-from presage.training import heldout, make_optimizer, train_phase
+from presage.training import Updater, heldout, make_optimizer, train_phase
 
 
 @dataclass(frozen=True)
@@ -64,7 +64,7 @@ def train(
 
 def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
     check_request(config, tasks, path)
-    with locked(path), Interrupt() as interrupt, closing(open_arena(config, tasks)) as arena:
+    with locked(path), Interrupt() as interrupt, open_arenas(config, tasks) as arenas:
         agree(path, config, tasks)
         device = device_of(config.machine.device)
         fix_threads(config)
@@ -75,15 +75,17 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
         metrics, clock = Metrics(path, position), Clock()
         metrics.log("start", position.iteration, provenance(device))
         store = Store(tasks, announced_budget(config, tasks, model, device), device)
+        updater = Updater(model, optimizer, store, config)
         for iteration in range(1, config.iterations + 1):
             # Play, unless it was played before.
             for shard in range(len(shard_lengths(config, iteration))):
-                if not all(file.exists() for file in shard_files(path, iteration, shard, tasks)):
+                missing = not all(file.exists() for file in shard_files(path, iteration, shard, tasks))
+                if missing:
                     agent = None if iteration == 1 else load(path, iteration - 1, config.machine.device)
-                    played = collect_shard(path, config, arena, agent, iteration, shard, interrupt)
+                    played = collect_shard(path, config, arenas, agent, iteration, shard, interrupt, store)
                     metrics.log("collect", iteration, played)
                 for index, file in enumerate(shard_files(path, iteration, shard, tasks)):
-                    store.add(file, iteration, index, heldout=shard == HELDOUT)
+                    store.add(file, iteration, index, heldout=shard == HELDOUT, unpacked=missing and store.keeps)
                 interrupt.check()
             clock.lap("collect")
             if position.is_past(iteration):
@@ -95,7 +97,7 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
 
             start = position.update if iteration == position.iteration else 0
             log = partial(metrics.log, "train", iteration)
-            train_phase(model, optimizer, store, config, iteration, start, save, log, interrupt)
+            train_phase(model, optimizer, updater, config, iteration, start, save, log, interrupt)
             clock.lap("train")
 
             # Look, and finish.
@@ -137,7 +139,7 @@ def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -
 
 def announced_budget(config: Config, tasks: Sequence[Task], model: Model, device: torch.device) -> Budget:
     """What will be used, said before it is."""
-    space = budget(config, len(tasks), machine_memory(device))
+    space = budget(config, len(tasks), machine_memory(), gpu_memory(device))
     counts = [f"{number:,} {part}" for part, number in model.parameters_by_part().items()]
     say(f"network: {', '.join(counts)} parameters, on {device}")
     say(f"data: {space}")

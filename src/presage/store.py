@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -29,7 +29,9 @@ from presage.tasks import FRAME, STACK, Task
 
 FORMAT = "presage-shard-1"
 FRAME_BYTES = FRAME * FRAME
-ROW_BYTES = 3 + 8  # action, events and age of a step, and where its frame lies
+UNPACKED = 512  # frames unpacked at a time
+ROW_BYTES = 3 + 8  # control, events and age of a step, and where its frame lies
+DIED, SCORED, LAST = 1, 2, 4  # bits of a step's events; last: of an episode or a recording
 HELDOUT = 0  # the number of each iteration's shard that is never trained on
 
 
@@ -54,18 +56,22 @@ class Episodes(NamedTuple):
 
 
 class ShardWriter:
-    """Takes the turns of one task's rows as they are played and leaves one shard; keeps only packed frames."""
+    """Takes one task's turns as they are played and leaves one shard; keeps only packed frames.
 
-    def __init__(self, path: Path, task: Task, rows: slice, metadata: dict[str, Any]):
-        self.path, self.task, self.rows, self.metadata = path, task, rows, metadata
+    room: uint8 [envs, T, 84, 84], a store's, where the frames are left as they are, too.
+    """
+
+    def __init__(self, path: Path, task: Task, metadata: dict[str, Any], room: Tensor | None = None):
+        self.path, self.task, self.metadata, self.room = path, task, metadata, room
         self.turns: list[Turn] = []  # without frames
         self.packed: list[Future[list[bytes]]] = []
         self.packer = ThreadPoolExecutor(1)  # zlib lets go of the interpreter, so packing hides behind the emulator
 
     def add(self, turn: Turn) -> None:
-        mine = Turn(*(array[self.rows] for array in turn))
-        self.packed.append(self.packer.submit(lambda: [zlib.compress(frame, 1) for frame in mine.frames]))
-        self.turns.append(mine._replace(frames=np.empty(0)))
+        if self.room is not None:
+            self.room[:, len(self.turns)] = torch.from_numpy(turn.frames)
+        self.packed.append(self.packer.submit(lambda: [zlib.compress(frame, 1) for frame in turn.frames]))
+        self.turns.append(turn._replace(frames=np.empty(0)))
 
     def close(self) -> Episodes:
         blobs = [blob for env in zip(*(future.result() for future in self.packed), strict=True) for blob in env]
@@ -135,12 +141,14 @@ class Resident:
         self.frames = torch.empty((capacity, FRAME, FRAME), dtype=torch.uint8, device=device)
 
     def add(self, start: int, shard: dict[str, Tensor], path: Path) -> None:  # noqa: ARG002
-        for row, frame in enumerate(unpack(shard["frames"], shard["frame_ends"]), start):
-            self.frames[row] = torch.from_numpy(frame.copy())
+        frames = unpack(shard["frames"], shard["frame_ends"])
+        for row in range(start, start + len(shard["frame_ends"]), UNPACKED):
+            some = np.stack(list(islice(frames, UNPACKED)))
+            self.frames[row : row + len(some)] = torch.from_numpy(some)
 
     def at(self, rows: Tensor) -> Tensor:
         """uint8 [..., 84, 84]"""
-        return self.frames[rows.to(self.frames.device)]
+        return self.frames[rows]
 
 
 class Streamed:
@@ -193,27 +201,34 @@ class Budget:
     """Where a run's frames will lie, decided and said before any memory is spent."""
 
     rows: int
-    limit: int  # bytes
-    resident: bool
+    place: str  # gpu, memory or disk
+    allowed: dict[str, int]  # bytes, of the GPU's memory and of the machine's
 
     def __str__(self) -> str:
-        size, limit = self.rows * FRAME_BYTES / 2**30, self.limit / 2**30
-        place = "kept in memory" if self.resident else "streamed from disk"
-        return f"{self.rows:,} frames, {size:.2f} GiB unpacked, {limit:.1f} GiB allowed: {place}"
+        allowed = ", ".join(f"{size / 2**30:.1f} GiB of {name}" for name, size in self.allowed.items())
+        where = {"gpu": "kept on the GPU", "memory": "kept in memory", "disk": "streamed from disk"}[self.place]
+        return f"{self.rows:,} frames, {self.rows * FRAME_BYTES / 2**30:.2f} GiB unpacked, allowed {allowed}: {where}"
 
 
-def budget(config: Config, tasks: int, machine_bytes: int) -> Budget:
-    """Two fifths of the memory that the frames would lie in, unless the configuration says how much."""
+def budget(config: Config, tasks: int, memory: int, gpu: int = 0) -> Budget:
+    """On the GPU if they fit into seven tenths of it, in memory if into two fifths, unless the configuration says
+    how much; else on disk. memory, gpu: bytes there are."""
     iterations = range(1, config.iterations + 1)
     rows = sum(sum(shard_lengths(config, i)) for i in iterations) * config.data.envs * tasks
-    limit = int(config.machine.memory_gib * 2**30) or machine_bytes * 2 // 5
-    return Budget(rows, limit, rows * (FRAME_BYTES + ROW_BYTES) <= limit)
+    allowed = {"memory": int(config.machine.memory_gib * 2**30) or memory * 2 // 5}
+    if gpu:
+        allowed = {"gpu": int(config.machine.gpu_memory_gib * 2**30) or gpu * 7 // 10, **allowed}
+    size = rows * (FRAME_BYTES + ROW_BYTES)
+    return Budget(rows, next((name for name, limit in allowed.items() if size <= limit), "disk"), allowed)
 
 
-def machine_memory(device: torch.device) -> int:
-    """Bytes of the memory that the frames would lie in: the GPU's, or what machine and control group give."""
-    if device.type == "cuda":
-        return int(torch.cuda.mem_get_info(device)[1])
+def gpu_memory(device: torch.device) -> int:
+    """Bytes on the GPU, 0 where there is none."""
+    return int(torch.cuda.mem_get_info(device)[1]) if device.type == "cuda" else 0
+
+
+def machine_memory() -> int:
+    """Bytes that machine and control group give."""
     size = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
     try:
         return min(size, int(Path("/sys/fs/cgroup/memory.max").read_text()))
@@ -233,39 +248,63 @@ class Span:
 
 
 class Store:
-    """All rows, one a step played. A case is a row: the stack that ends there and the steps that follow from there."""
+    """All rows, one a step played. A case is a row: the stack that ends there and the steps that follow from there.
+
+    Everything lies on `home`: the GPU, if the frames do. `device` is where the batches are wanted.
+    """
 
     def __init__(self, tasks: Sequence[Task], budget: Budget, device: torch.device):
         self.tasks, self.device = tuple(tasks), device
+        self.home = device if budget.place == "gpu" else torch.device("cpu")
         self.spans: list[Span] = []
         self.size = 0
-        self.actions = torch.zeros(budget.rows, dtype=torch.uint8)
-        self.events = torch.zeros(budget.rows, dtype=torch.uint8)  # 1: died, 2: scored, 4: last of episode or recording
-        self.ages = torch.zeros(budget.rows, dtype=torch.uint8)  # frames of its episode before it, at most 3
-        self.frames = Resident(budget.rows, device) if budget.resident else Streamed(budget.rows)
+        # The controls of all tasks in one table, so that a step's control is one small number.
+        self.table = torch.tensor([c for task in tasks for c in task.controls], dtype=torch.float32, device=self.home)
+        self.first_code = np.cumsum([0, *(len(task.controls) for task in tasks)])
+        code = torch.uint8 if len(self.table) <= 256 else torch.int16
+        self.codes = torch.zeros(budget.rows, dtype=code, device=self.home)  # which control was played
+        self.events = torch.zeros(budget.rows, dtype=torch.uint8, device=self.home)  # see DIED, SCORED, LAST
+        self.ages = torch.zeros(budget.rows, dtype=torch.uint8, device=self.home)  # older frames in its stack, to 3
+        self.frames = Streamed(budget.rows) if budget.place == "disk" else Resident(budget.rows, self.home)
+        self.back = torch.arange(STACK - 1, -1, -1, device=self.home)  # [3, 2, 1, 0]
 
-    def add(self, path: Path, iteration: int, task: int, heldout: bool) -> None:
+    @property
+    def keeps(self) -> bool:
+        """Frames lie unpacked in memory, on the GPU or the host."""
+        return isinstance(self.frames, Resident)
+
+    def room(self, skip: int, envs: int, length: int) -> Tensor | None:
+        """Where the next shards' frames would be unpacked, past `skip` rows: [envs, length, 84, 84]; not on disk."""
+        start, stop = self.size + skip, self.size + skip + envs * length
+        if not isinstance(self.frames, Resident):
+            return None
+        return self.frames.frames[start:stop].view(envs, length, FRAME, FRAME)
+
+    def add(self, path: Path, iteration: int, task: int, heldout: bool, unpacked: bool = False) -> None:
+        """Take a shard in; `unpacked`: its frames were left in the room for them when it was played."""
         shard = read_shard(path)
         check_owner(path, self.tasks[task], iteration)
         envs, length = shard["actions"].shape
         start, stop = self.size, self.size + envs * length
-        if stop > len(self.actions):
+        if stop > len(self.codes):
             raise RunError(f"{path} holds more steps than the run's settings allow: was config.json edited?")
         last = shard["ended"].clone()
         last[:, -1] = True
-        self.actions[start:stop] = shard["actions"].flatten()
-        self.events[start:stop] = (shard["died"] | (shard["scored"].byte() << 1) | (last.byte() << 2)).flatten()
-        self.ages[start:stop] = torch.cat([stack_ages(ended, STACK - 1) for ended in shard["ended"]])
-        self.frames.add(start, shard, path)
+        events = shard["died"] * DIED + shard["scored"] * SCORED + last * LAST
+        self.codes[start:stop] = (shard["actions"].flatten() + self.first_code[task]).to(self.codes)
+        self.events[start:stop] = events.flatten().to(self.events)
+        self.ages[start:stop] = torch.cat([stack_ages(ended, STACK - 1) for ended in shard["ended"]]).to(self.ages)
+        if not unpacked:
+            self.frames.add(start, shard, path)
         self.spans.append(Span(iteration, task, start, stop, heldout))
         self.size = stop
 
     def stacks(self, rows: Tensor) -> Tensor:
         """uint8 [B, 4, 84, 84]: where an episode is younger than the stack, its first frame is repeated."""
-        back = torch.arange(STACK - 1, -1, -1)  # [3, 2, 1, 0]
-        return self.frames.at(rows[:, None] - torch.minimum(back, self.ages[rows][:, None].long()))
+        return self.frames.at(rows[:, None] - torch.minimum(self.back, self.ages[rows][:, None]))
 
     def window(self, rows: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
-        """Actions and events [B, H] of the steps from each row on; what lies past a recording's end is masked later."""
-        ahead = (rows[:, None] + torch.arange(horizon)).clamp(max=self.size - 1)
-        return self.actions[ahead], self.events[ahead]
+        """Controls [B, H, 3] and events [B, H] of the steps from each row on; past a recording's end: masked later."""
+        ahead = rows[:, None] + torch.arange(horizon, device=self.home)
+        ahead = ahead.clamp(max=len(self.codes) - 1)
+        return self.table[self.codes[ahead].long()], self.events[ahead]

@@ -2,15 +2,17 @@
 
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Generator
 from contextlib import closing
+from functools import partial
 from typing import Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from presage.batches import Batch, Sampler, assemble, controls_table, heldout_rows, stream
+from presage import fused
+from presage.batches import Batch, Sampler, assemble, heldout_rows, stream
 from presage.config import Config, TrainConfig, at
 from presage.errors import RunError
 from presage.model import Model, loss
@@ -37,12 +39,30 @@ def make_optimizer(model: Model, config: TrainConfig) -> torch.optim.Adam:
     for part in (model.perception, model.prediction):
         part.requires_grad_(config.trainable == "all")
     trained = [p for p in model.parameters() if p.requires_grad]
-    return torch.optim.Adam(trained, lr=0.0, weight_decay=config.weight_decay, fused=True)
+    on_gpu = trained[0].is_cuda
+    rate = torch.zeros((), device=trained[0].device) if on_gpu else 0.0  # a tensor: a captured update reads it anew
+    return torch.optim.Adam(trained, lr=rate, weight_decay=config.weight_decay, fused=True, capturable=on_gpu)
 
 
-def update_once(model: Model, optimizer: torch.optim.Adam, batch: Batch, clamp: float) -> Tensor:
+def set_rate(optimizer: torch.optim.Adam, rate: float) -> None:
+    group = optimizer.param_groups[0]
+    if not isinstance(group["lr"], Tensor):
+        group["lr"] = rate
+    elif group.get("rate") != rate:  # launched only when it changes
+        group["lr"].fill_(rate)
+        group["rate"] = rate
+
+
+Loss = Callable[[Batch], Tensor]
+
+
+def plain_loss(model: Model, batch: Batch) -> Tensor:
+    return loss(model(batch.frames, batch.controls), batch.died, batch.scored, batch.mask)
+
+
+def update_once(optimizer: torch.optim.Adam, loss_of: Loss, batch: Batch, clamp: float) -> Tensor:
     """Forward, backward, clamp, step; the loss."""
-    value = loss(model(batch.frames, batch.controls), batch.died, batch.scored, batch.mask)
+    value = loss_of(batch)
     optimizer.zero_grad()
     value.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], clamp)
@@ -50,10 +70,44 @@ def update_once(model: Model, optimizer: torch.optim.Adam, batch: Batch, clamp: 
     return value.detach()
 
 
+class Updater:
+    """Carries out updates as this machine does it best: all in one graph on a GPU that holds the frames, down to a CPU
+    that reads them from disk. The same batches in the same order, whichever it is."""
+
+    def __init__(self, model: Model, optimizer: torch.optim.Adam, store: Store, config: Config):
+        self.store, self.size, self.horizon = store, config.train.batch_size, config.data.horizon
+        fast = config.machine.fused and config.train.trainable == "all" and fused.fits(model, store.device)
+        loss_of = partial(fused.loss if fast else plain_loss, model)
+
+        def learn(*parts: Tensor) -> Tensor:
+            return update_once(optimizer, loss_of, Batch(*parts), config.train.clamp)
+
+        def gather_and_learn(rows: Tensor) -> Tensor:
+            return learn(*assemble(store, rows, self.horizon))
+
+        on_gpu = store.device.type == "cuda"
+        self.gathers = on_gpu and store.home == store.device
+        work = gather_and_learn if self.gathers else learn
+        self.work: Callable[..., Tensor] = fused.Captured(work) if on_gpu else work
+
+    def inputs(self, sampler: Sampler, updates: range) -> Generator[tuple[Tensor, ...]]:
+        """What each update in turn is given."""
+        if not self.gathers:
+            yield from stream(self.store, sampler, updates, self.size, self.horizon)
+            return
+        for first in range(0, len(updates), LOG_EVERY):
+            rows = np.stack([sampler.rows(update, self.size) for update in updates[first : first + LOG_EVERY]])
+            yield from ((each,) for each in torch.from_numpy(rows).to(self.store.home))
+
+    def __call__(self, *given: Tensor) -> Tensor:
+        """The loss of one update."""
+        return self.work(*given)
+
+
 def train_phase(
     model: Model,
     optimizer: torch.optim.Adam,
-    store: Store,
+    updater: Updater,
     config: Config,
     iteration: int,
     start: int,
@@ -62,24 +116,23 @@ def train_phase(
     interrupt: Interrupt,
 ) -> None:
     """Updates start … updates - 1 of an iteration; save(n) is called when n are done and it is time."""
-    train, device = config.train, store.device
+    train, store = config.train, updater.store
     sampler = Sampler(store, train.weight_growth, train.weight_every, (config.seed, iteration, SAMPLER))
     updates = range(start, train.updates)
     model.train()
     if train.trainable == "valuation":
         model.perception.eval()  # a frozen Perception keeps its batch statistics
-    recent = Recent(device)
+    recent = Recent(store.device)
     with (
-        closing(stream(store, sampler, updates, train.batch_size, config.data.horizon)) as batches,
+        closing(updater.inputs(sampler, updates)) as inputs,
         Bar(f"iteration {iteration}: train", train.updates, "updates", start) as bar,
     ):
         for update in updates:
             asked = time.monotonic()
-            batch = Batch(*(t.to(device, non_blocking=True) for t in next(batches)))
+            given = next(inputs)
             waited = time.monotonic() - asked
-            lr = learning_rate(config, iteration, update)
-            optimizer.param_groups[0]["lr"] = lr
-            recent.add(update_once(model, optimizer, batch, train.clamp), waited)
+            set_rate(optimizer, lr := learning_rate(config, iteration, update))
+            recent.add(updater(*given), waited)
             done = update + 1
             bar.advance()
             due = done % train.checkpoint_every == 0 or done == train.updates or interrupt.wanted
@@ -128,13 +181,13 @@ class Recent:
 def heldout(model: Model, store: Store, config: Config) -> dict[str, dict[str, Any]]:
     """For each game, on cases never trained on: cross-entropy beside the best constant's, precision, recall, F1."""
     model.eval()
-    table = controls_table(store.tasks)
     games = {}
     for index, task in enumerate(store.tasks):
-        rows = heldout_rows(store, index, HELDOUT_CASES)
+        cases = heldout_rows(store, index, HELDOUT_CASES)
         parts = []
-        for some in np.array_split(rows, math.ceil(len(rows) / 250)):
-            batch = Batch(*(t.to(store.device) for t in assemble(store, some, table, config.data.horizon)))
+        for some in np.array_split(cases, math.ceil(len(cases) / 250)):
+            rows = torch.from_numpy(some).to(store.home)
+            batch = Batch(*(t.to(store.device) for t in assemble(store, rows, config.data.horizon)))
             logits = model(batch.frames, batch.controls)
             parts.append((logits.sigmoid(), torch.stack([batch.died, batch.scored], -1), batch.mask))
         p, happened, mask = (torch.cat(part).cpu() for part in zip(*parts, strict=True))

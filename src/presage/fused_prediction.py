@@ -1,0 +1,309 @@
+"""The RRNN's steps as one kernel, forward and backward, and Valuation with its loss as another (Triton, NVIDIA GPUs).
+
+In plain PyTorch the 25 steps are hundreds of launches of kernels that have next to nothing to do. Here each program
+takes a few rows through all steps with h in registers and reads the weights once a step. What h is multiplied with is
+bfloat16 (or whatever type the packed weights have); h itself, sums and gradients of h are float32. The gradients of the
+weights need no order in time: they are left to one matrix product each, after the last step.
+
+Every linear layer carries its bias inside its matrix: the state is padded to a power of two anyway, so one of the spare
+columns is a constant 1 and, in front of it, three are the control. See `pack`.
+"""
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+from presage.events import Targets
+
+CONTROL = 3
+EPS = 1e-5  # of layer normalisation, as in torch.nn.functional.layer_norm
+
+
+@triton.jit
+def _normalised(h, real, size: tl.constexpr, eps: tl.constexpr):
+    """LN(h) and 1/σ; padding stays 0."""
+    mean = tl.sum(h, 1) / size
+    centred = tl.where(real, h - mean[:, None], 0.0)
+    inverse = 1.0 / tl.sqrt(tl.sum(centred * centred, 1) / size + eps)
+    return centred * inverse[:, None], inverse
+
+
+@triton.jit
+def _normalised_backward(grad, n, inverse, real, size: tl.constexpr):
+    """The gradient of h behind n = LN(h)."""
+    grad = tl.where(real, grad, 0.0)
+    along = tl.sum(grad * n, 1) / size
+    mean = tl.sum(grad, 1) / size
+    return tl.where(real, (grad - mean[:, None] - n * along[:, None]) * inverse[:, None], 0.0)
+
+
+@triton.jit
+def _pack_kernel(
+    weight, bias, out, n_out, n_in, width: tl.constexpr, rows: tl.constexpr, carry: tl.constexpr,
+):  # fmt: skip
+    """out [., width]: the weights, the bias as one more column; with carry, one more row that hands the 1 on."""
+    row = tl.program_id(0) * rows + tl.arange(0, rows)[:, None]
+    col = tl.arange(0, width)[None, :]
+    value = tl.load(weight + row * n_in + col, mask=(row < n_out) & (col < n_in), other=0.0)
+    value += tl.load(bias + row + col * 0, mask=(row < n_out) & (col == n_in), other=0.0)
+    if carry:
+        value += tl.where((row == n_out) & (col == n_in), 1.0, 0.0)
+    tl.store(out + row * width + col, value.to(out.dtype.element_ty))
+
+
+@triton.jit
+def _forward_kernel(
+    h0, controls, w1, w2, states, inputs, inner, batch, per_state,
+    horizon: tl.constexpr, size: tl.constexpr, width: tl.constexpr, hidden: tl.constexpr, chunk: tl.constexpr,
+    rows: tl.constexpr, residual: tl.constexpr, keep: tl.constexpr, eps: tl.constexpr,
+):  # fmt: skip
+    """Row r goes from h0[r // per_state] through its controls. keep: leave every state, and what backward needs."""
+    row = tl.program_id(0) * rows + tl.arange(0, rows)[:, None]  # [rows, 1]
+    col = tl.arange(0, width)[None, :]  # [1, width]: the state, the control, a 1, padding
+    live, real = row < batch, col < size
+    h = tl.load(h0 + (row // per_state) * size + col, mask=live & real, other=0.0)
+    if keep:
+        tl.store(states + row * (horizon + 1) * size + col, h, mask=live & real)
+    for step in range(horizon):
+        n, _ = _normalised(h, real, size, eps)
+        x = tl.load(
+            controls + (row * horizon + step) * 3 + col - size, mask=live & (col >= size) & (col < size + 3), other=0.0
+        )
+        u = (tl.maximum(n, 0.0) + x + tl.where(col == size + 3, 1.0, 0.0)).to(w1.dtype.element_ty)
+        at = row * horizon + step
+        if keep:
+            tl.store(inputs + at * width + col, u, mask=live)
+        r = tl.zeros([rows, width], tl.float32)
+        for start in range(0, hidden, chunk):
+            unit = start + tl.arange(0, chunk)
+            first = tl.load(w1 + unit[:, None] * width + col)  # [chunk, width]
+            z = tl.dot(u, tl.trans(first), input_precision="ieee")
+            a = tl.maximum(z, 0.0).to(w1.dtype.element_ty)  # [rows, chunk]
+            if keep:
+                tl.store(inner + at * hidden + unit[None, :], a, mask=live)
+            second = tl.load(w2 + tl.arange(0, width)[:, None] * hidden + unit[None, :])  # [width, chunk]
+            r = tl.dot(a, tl.trans(second), r, input_precision="ieee")
+        h = h + r if residual else r
+        if keep:
+            tl.store(states + (row * (horizon + 1) + step + 1) * size + col, h, mask=live & real)
+    if not keep:
+        tl.store(states + row * size + col, h, mask=live & real)
+
+
+@triton.jit
+def _backward_kernel(
+    grad_states, states, inner, w1, w2, grad_h0, grad_inner, grad_r, batch,
+    horizon: tl.constexpr, size: tl.constexpr, width: tl.constexpr, hidden: tl.constexpr, chunk: tl.constexpr,
+    rows: tl.constexpr, residual: tl.constexpr, eps: tl.constexpr,
+):  # fmt: skip
+    """Back through the steps: the gradient of h0, and of both layers' outputs at every step."""
+    row = tl.program_id(0) * rows + tl.arange(0, rows)[:, None]
+    col = tl.arange(0, width)[None, :]
+    live, real = row < batch, col < size
+    grad_h = tl.zeros([rows, width], tl.float32)
+    for back in range(horizon):
+        step = horizon - 1 - back
+        at = row * horizon + step
+        grad_h += tl.load(grad_states + at * size + col, mask=live & real, other=0.0)
+        dr = grad_h.to(w1.dtype.element_ty)
+        tl.store(grad_r + at * width + col, dr, mask=live)
+        h = tl.load(states + (row * (horizon + 1) + step) * size + col, mask=live & real, other=0.0)
+        n, inverse = _normalised(h, real, size, eps)
+        du = tl.zeros([rows, width], tl.float32)
+        for start in range(0, hidden, chunk):
+            unit = start + tl.arange(0, chunk)
+            second = tl.load(w2 + tl.arange(0, width)[:, None] * hidden + unit[None, :])  # [width, chunk]
+            a = tl.load(inner + at * hidden + unit[None, :], mask=live, other=0.0)
+            dz = tl.where(a > 0, tl.dot(dr, second, input_precision="ieee"), 0.0).to(w1.dtype.element_ty)
+            tl.store(grad_inner + at * hidden + unit[None, :], dz, mask=live)
+            first = tl.load(w1 + unit[:, None] * width + col)  # [chunk, width]
+            du = tl.dot(dz, first, du, input_precision="ieee")
+        through = _normalised_backward(tl.where(n > 0, du, 0.0), n, inverse, real, size)
+        grad_h = grad_h + through if residual else through
+    tl.store(grad_h0 + row * size + col, grad_h, mask=live & real)
+
+
+@triton.jit
+def _valuation_kernel(
+    states, w, out_w, out_b, died, scored, mask, count, losses, inputs, inner, grad_inner, grad_logits, grad_states,
+    cases, horizon: tl.constexpr, size: tl.constexpr, width: tl.constexpr, rows: tl.constexpr, eps: tl.constexpr,
+):  # fmt: skip
+    """Each state's share of the loss, and at once everything its gradients need."""
+    row = tl.program_id(0) * rows + tl.arange(0, rows)  # a case is a state after a step: [B * H]
+    col = tl.arange(0, width)[None, :]
+    live, real = (row < cases)[:, None], col < size
+    at = ((row // horizon) * (horizon + 1) + row % horizon + 1)[:, None]  # states has h0 in front
+    n, inverse = _normalised(tl.load(states + at * size + col, mask=live & real, other=0.0), real, size, eps)
+    v = (n + tl.where(col == size, 1.0, 0.0)).to(w.dtype.element_ty)
+    matrix = tl.load(w + tl.arange(0, width)[:, None] * width + col)  # [width, width]
+    y = tl.maximum(tl.dot(v, tl.trans(matrix), input_precision="ieee"), 0.0)
+    to_died = tl.load(out_w + col, mask=real, other=0.0)
+    to_scored = tl.load(out_w + size + col, mask=real, other=0.0)
+    logit_died = tl.sum(y * to_died, 1) + tl.load(out_b)
+    logit_scored = tl.sum(y * to_scored, 1) + tl.load(out_b + 1)
+    weight = tl.load(mask + row, mask=row < cases, other=0).to(tl.float32) / (2 * tl.load(count))
+    has_died = tl.load(died + row, mask=row < cases, other=0).to(tl.float32)
+    has_scored = tl.load(scored + row, mask=row < cases, other=0).to(tl.float32)
+    # Cross-entropy of a logit l and a target t: max(l, 0) - l t + log(1 + exp(-|l|)), which never overflows.
+    loss = tl.maximum(logit_died, 0.0) - logit_died * has_died + tl.log(1.0 + tl.exp(-tl.abs(logit_died)))
+    loss += tl.maximum(logit_scored, 0.0) - logit_scored * has_scored + tl.log(1.0 + tl.exp(-tl.abs(logit_scored)))
+    tl.store(losses + row, loss * weight, mask=row < cases)
+    d_died = (tl.sigmoid(logit_died) - has_died) * weight
+    d_scored = (tl.sigmoid(logit_scored) - has_scored) * weight
+    tl.store(grad_logits + row * 2, d_died, mask=row < cases)
+    tl.store(grad_logits + row * 2 + 1, d_scored, mask=row < cases)
+    dy = d_died[:, None] * to_died + d_scored[:, None] * to_scored
+    dy = tl.where(y > 0, dy, 0.0).to(w.dtype.element_ty)
+    tl.store(inputs + row[:, None] * width + col, v, mask=live)
+    tl.store(inner + row[:, None] * width + col, y.to(w.dtype.element_ty), mask=live)
+    tl.store(grad_inner + row[:, None] * width + col, dy, mask=live)
+    dn = tl.dot(dy, matrix, input_precision="ieee")
+    grad = _normalised_backward(dn, n, inverse, real, size)
+    tl.store(grad_states + row[:, None] * size + col, grad, mask=live & real)
+
+
+class Launch(NamedTuple):
+    """How a kernel is cut up: found by measurement (docs/performance.md)."""
+
+    rows: int
+    chunk: int
+    warps: int
+    stages: int
+
+
+TRAIN_FORWARD = Launch(rows=16, chunk=128, warps=8, stages=3)
+TRAIN_BACKWARD = Launch(rows=16, chunk=128, warps=8, stages=3)
+PLAN = Launch(rows=128, chunk=64, warps=8, stages=3)
+VALUATION = Launch(rows=16, chunk=0, warps=4, stages=1)
+
+
+class Shape(NamedTuple):
+    """What the kernels must know when they are compiled."""
+
+    size: int  # numbers in h
+    width: int  # of h, the control and the 1, padded
+    hidden: int  # of f's inner layer and a 1, padded
+
+    @classmethod
+    def of(cls, w1: Tensor) -> "Shape":
+        hidden, inputs = w1.shape
+        return cls(inputs - CONTROL, padded(inputs + 1), padded(hidden + 1))
+
+
+def padded(size: int) -> int:
+    """The power of two that holds so many columns; the matrix units take no fewer than 16."""
+    return max(16, 1 << (size - 1).bit_length())
+
+
+def pack(weight: Tensor, bias: Tensor, height: int, width: int, dtype: torch.dtype, carry: bool = False) -> Tensor:
+    """[out, in] and [out] -> one padded matrix. A 1 in column `in` of what it is applied to adds the bias.
+
+    carry: its row `out` hands that 1 on, so that the next layer's bias works in the same way.
+    """
+    out = torch.empty(height, width, dtype=dtype, device=weight.device)
+    rows = 16
+    _pack_kernel[(height // rows,)](weight, bias, out, *weight.shape, width, rows, carry)
+    return out
+
+
+def weight_gradient(outputs: Tensor, inputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+    """[cases, out], [cases, in] -> the gradients of a weight and, from the column of ones behind it, its bias."""
+    if outputs.is_cuda and outputs.dtype != torch.float32:
+        grad = torch.mm(outputs.T, inputs, out_dtype=torch.float32)
+    else:
+        grad = outputs.T @ inputs
+    n_out, n_in = weight.shape
+    return grad[:n_out, :n_in], grad[:n_out, n_in]
+
+
+class Weights(NamedTuple):
+    """Prediction's two layers and Valuation's two."""
+
+    w1: Tensor  # [hidden, S + 3]
+    b1: Tensor
+    w2: Tensor  # [S, hidden]
+    b2: Tensor
+    inner_w: Tensor  # [S, S]
+    inner_b: Tensor
+    out_w: Tensor  # [2, S]
+    out_b: Tensor
+
+
+def loss_and_gradients(
+    h0: Tensor, controls: Tensor, targets: Targets, weights: Weights, residual: bool, dtype: torch.dtype
+) -> tuple[Tensor, list[Tensor]]:
+    """The loss of states h0 [B, S] under controls [B, H, 3], and its gradients: of h0, then of each of the weights."""
+    batch, horizon = controls.shape[:2]
+    size, width, hidden = shape = Shape.of(weights.w1)
+    first = pack(weights.w1, weights.b1, hidden, width, dtype, carry=True)
+    second = pack(weights.w2, weights.b2, width, hidden, dtype)
+    matrix = pack(weights.inner_w, weights.inner_b, width, width, dtype)
+    cases = batch * horizon
+    states = h0.new_empty(batch, horizon + 1, size)  # float32, h0 in front
+    inputs, inner = first.new_empty(cases, width), first.new_empty(cases, hidden)
+    rows, chunk, warps, stages = TRAIN_FORWARD
+    _forward_kernel[(triton.cdiv(batch, rows),)](
+        h0, controls, first, second, states, inputs, inner, batch, 1,
+        horizon, *shape, min(chunk, hidden), rows, residual, True, EPS, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+    losses, grad_logits, grad_states = h0.new_empty(cases), h0.new_empty(cases, 2), h0.new_empty(cases, size)
+    seen, valued, grad_valued = (matrix.new_empty(cases, width) for _ in range(3))
+    rows, _, warps, stages = VALUATION
+    _valuation_kernel[(triton.cdiv(cases, rows),)](
+        states, matrix, weights.out_w, weights.out_b, *targets, targets.mask.sum(dtype=torch.float32), losses,
+        seen, valued, grad_valued, grad_logits, grad_states, cases,
+        horizon, size, width, rows, EPS, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+
+    grad_h0, grad_r, grad_inner = torch.empty_like(h0), torch.empty_like(inputs), torch.empty_like(inner)
+    rows, chunk, warps, stages = TRAIN_BACKWARD
+    _backward_kernel[(triton.cdiv(batch, rows),)](
+        grad_states, states, inner, first, second, grad_h0, grad_inner, grad_r, batch,
+        horizon, *shape, min(chunk, hidden), rows, residual, EPS, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return losses.sum(), [
+        grad_h0,
+        *weight_gradient(grad_inner, inputs, weights.w1),
+        *weight_gradient(grad_r, inner, weights.w2),
+        *weight_gradient(grad_valued, seen, weights.inner_w),
+        grad_logits.T @ valued[:, :size].float(),
+        grad_logits.sum(0),
+    ]
+
+
+class Loss(torch.autograd.Function):
+    """loss_and_gradients for autograd: all is done on the way forward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, h0: Tensor, controls: Tensor, targets: Targets, residual: bool, dtype: torch.dtype, *weights: Tensor
+    ) -> Tensor:  # fmt: skip
+        value, grads = loss_and_gradients(h0, controls, targets, Weights(*weights), residual, dtype)
+        ctx.save_for_backward(*grads)
+        return value
+
+    @staticmethod
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        h0, *weights = torch._foreach_mul(ctx.saved_tensors, grad)
+        return h0, None, None, None, None, *weights
+
+
+def last_states(h0: Tensor, controls: Tensor, weights: Sequence[Tensor], residual: bool, dtype: torch.dtype) -> Tensor:
+    """h0 [N, S] under k control sequences each [N, k, H, 3] -> the states after the last step [N * k, S]."""
+    n, k, horizon = controls.shape[:3]
+    w1, b1, w2, b2 = weights
+    size, width, hidden = shape = Shape.of(w1)
+    first = pack(w1, b1, hidden, width, dtype, carry=True)
+    second = pack(w2, b2, width, hidden, dtype)
+    out = h0.new_empty(n * k, size)
+    rows, chunk, warps, stages = PLAN
+    _forward_kernel[(triton.cdiv(n * k, rows),)](
+        h0, controls, first, second, out, out, out, n * k, k,
+        horizon, *shape, min(chunk, hidden), rows, residual, False, EPS, num_warps=warps, num_stages=stages,
+    )  # fmt: skip
+    return out
