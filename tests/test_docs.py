@@ -16,7 +16,8 @@ SOURCE = REPOSITORY / "src" / "presage"
 README = (REPOSITORY / "README.md").read_text()
 ORDER = (
     "errors", "config", "tasks", "toy", "games", "arena", "events", "files", "store", "batches", "model",
-    "fused_perception", "fused_prediction", "fused", "planner", "checkpoint", "agent", "progress", "collect", "training", "evaluation", "run", "replay", "report", "bench", "cli",
+    "graphs", "fused_prediction", "fused_perception", "fused_adam", "fused", "planner", "checkpoint", "agent",
+    "progress", "collect", "training", "evaluation", "run", "replay", "report", "bench", "cli",
 )  # fmt: skip
 
 

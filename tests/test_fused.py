@@ -1,7 +1,7 @@
 """The fused kernels against plain PyTorch: values and gradients.
 
-Without a GPU they run in Triton's interpreter, which is the same code, operation by operation. Its bfloat16 products are
-wrong in Triton 3.6 (it multiplies the bit patterns), so there float16 stands for the low precision.
+Without a GPU they run in Triton's interpreter: the same code, operation by operation. Its bfloat16 products are wrong
+in Triton 3.6 (it multiplies the bit patterns), so there float16 stands for the low precision.
 """
 
 import copy
@@ -14,33 +14,35 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
-from presage.config import ModelConfig
+from presage import fused_perception, fused_prediction
+from presage.batches import Batch
+from presage.config import ModelConfig, TrainConfig
 from presage.events import Targets
-from presage.fused import fits
-from presage.fused_perception import block_weights, blocks, perceive
-from presage.fused_prediction import Loss, last_states
+from presage.fused import Learner, fits
+from presage.fused_perception import block_weights, blocks, matrices, unblocked
+from presage.fused_prediction import Weights, last_states
+from presage.graphs import Branch
 from presage.model import Model, Perception, loss
+from presage.training import make_optimizer, set_rate, update_once
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 # Relative errors ‖fused - plain‖ / ‖plain‖ that are allowed: float32 sums in another order; products of 8 or 11 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
-SMALL = {"channels": (16, 16, 32), "state_size": 12, "hidden_size": 20}
 
 
 def far(fused, plain) -> float:
     return float((fused.detach() - plain.detach()).norm() / plain.detach().norm())
 
 
-def weights_of(model: Model) -> list[torch.Tensor]:
-    layers = (model.prediction.f1, model.prediction.f2, model.valuation.inner, model.valuation.out)
-    return [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
+def weights_of(model: Model) -> Weights:
+    return Weights(*model.prediction.parameters(), *model.valuation.parameters())
 
 
-def case(batch: int, horizon: int, size: int):
-    h0 = torch.randn(batch, size, device=DEVICE, requires_grad=True)
-    controls = torch.randint(-1, 2, (batch, horizon, 3), device=DEVICE).float()
-    return h0, controls, Targets(*(torch.rand(batch, horizon, device=DEVICE) < p for p in (0.3, 0.3, 0.8)))
+def a_batch(size: int, horizon: int) -> Batch:
+    frames = torch.randint(0, 256, (size, 4, 84, 84), dtype=torch.uint8, device=DEVICE)
+    controls = torch.randint(-1, 2, (size, horizon, 3), device=DEVICE).float()
+    return Batch(frames, controls, *(torch.rand(size, horizon, device=DEVICE) < p for p in (0.3, 0.3, 0.8)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
@@ -52,14 +54,17 @@ def test_the_recurrence_valuation_and_loss(kind, size, hidden, batch, horizon, d
     """The loss and the gradient of everything it depends on; sizes that fill a power of two, and rows past a block."""
     torch.manual_seed(0)
     model = Model(ModelConfig(kind, (4, 4, 4), size, hidden)).to(DEVICE)
-    h0, controls, targets = case(batch, horizon, size)
-    inputs = [h0, *weights_of(model)]
-    plain = loss(model.valuation(model.prediction(h0, controls)), *targets)
-    fused = Loss.apply(h0, controls, targets, kind == "rrnn", dtype, *weights_of(model))
+    _, controls, *flags = a_batch(batch, horizon)
+    h0, weights = torch.randn(batch, size, device=DEVICE, requires_grad=True), weights_of(model)
+    plain = loss(model.valuation(model.prediction(h0, controls)), *flags)
+    with torch.no_grad():
+        fused, *of_h0, of_weights = fused_prediction.loss_and_gradients(
+            h0, controls, Targets(*flags), weights, kind == "rrnn", dtype, branch := Branch(DEVICE)
+        )
+        branch.join()
     assert far(fused, plain) < TOLERANCE[dtype] / 10
-    names = ["h0", "w1", "b1", "w2", "b2", "inner_w", "inner_b", "out_w", "out_b"]
-    gradients = zip(names, torch.autograd.grad(2 * fused, inputs), torch.autograd.grad(2 * plain, inputs), strict=True)
-    worst = {name: far(a, b) for name, a, b in gradients}
+    wanted = torch.autograd.grad(plain, [h0, *weights])
+    worst = {n: far(a, b) for n, a, b in zip(("h0", *Weights._fields), of_h0 + of_weights, wanted, strict=True)}
     assert max(worst.values()) < TOLERANCE[dtype], worst
 
 
@@ -80,8 +85,10 @@ def test_the_first_layer_on_blocks_is_the_same_convolution():
     frames = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8, device=DEVICE)
     weight = torch.randn(16, 4, 8, 8, device=DEVICE)
     plain = torch.nn.functional.conv2d(frames / 255, weight, stride=4)
-    fused = torch.nn.functional.conv2d(blocks(frames, torch.float32), block_weights(weight))
+    index = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]], device=DEVICE)
+    fused = torch.nn.functional.conv2d(blocks(frames.flatten(0, 1), index, torch.float32), block_weights(weight))
     assert far(fused, plain) < 2e-5
+    assert torch.equal(unblocked(block_weights(weight)), weight)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
@@ -92,20 +99,47 @@ def test_perception(dtype):
     gradients are sums that nearly cancel.
     """
     torch.manual_seed(3)
-    plain = Perception(SMALL["channels"], 12).to(DEVICE).train()
+    plain = Perception((16, 16, 32), 12).to(DEVICE).train()
     fused = copy.deepcopy(plain)
-    frames = torch.randint(0, 256, (6, 4, 84, 84), dtype=torch.uint8, device=DEVICE)
-    wanted = torch.randn(6, 12, device=DEVICE)
-    a, b = perceive(fused, frames, dtype), plain(frames)
-    (a * wanted).sum().backward()
+    frames, wanted = a_batch(6, 1).frames, torch.randn(6, 12, device=DEVICE)
+    index = torch.arange(24, device=DEVICE).view(6, 4)
+    b = plain(frames)
     (b * wanted).sum().backward()
-    assert far(a, b) < TOLERANCE[dtype]
-    pairs = list(zip(plain.named_parameters(), fused.parameters(), strict=True))
-    worst = {name: far(q.grad, p.grad) for (name, p), q in pairs if dtype == torch.float32 or p.dim() > 1}
+    with torch.no_grad():
+        seen = fused_perception.forward(fused, frames.flatten(0, 1), index, [p.to(dtype) for p in matrices(fused)])
+        grads = fused_perception.backward(seen, wanted, branch := Branch(DEVICE))
+        branch.join()
+    assert far(seen.h0, b) < TOLERANCE[dtype]
+    pairs = zip(plain.named_parameters(), grads, strict=True)
+    worst = {name: far(g, p.grad) for (name, p), g in pairs if dtype == torch.float32 or p.dim() > 1}
     assert max(worst.values()) < (1e-4 if dtype == torch.float32 else 0.2), worst
     for (name, left), mine in zip(plain.named_buffers(), fused.buffers(), strict=True):
         if "running" in name:
             torch.testing.assert_close(mine, left, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])
+
+
+def test_whole_updates_with_clamp_weight_decay_and_adam():
+    """Three updates of both, a learning rate that changes; then the optimisers' states, as a checkpoint has them."""
+    torch.manual_seed(4)
+    plain = Model(ModelConfig(channels=(16, 16, 16), state_size=12, hidden_size=20)).to(DEVICE).train()
+    fused, clamp = copy.deepcopy(plain), 0.02
+    optimizers = [make_optimizer(model, TrainConfig(weight_decay=0.1)) for model in (plain, fused)]
+    learner = Learner(fused, optimizers[1], clamp, torch.float32)
+    for rate in (1e-2, 1e-2, 3e-3):
+        batch = a_batch(4, 3)
+        for optimizer in optimizers:
+            set_rate(optimizer, rate)
+        a, b = learner.update(batch), update_once(plain, optimizers[0], batch, clamp)
+        assert far(a, b) < 1e-4
+    for (name, p), q in zip(plain.named_parameters(), fused.parameters(), strict=True):
+        torch.testing.assert_close(q, p, rtol=2e-3, atol=2e-4, msg=name)
+    for p, low in learner.low.items():
+        assert torch.equal(p.detach(), low)  # the copies follow
+    states = [optimizer.state_dict()["state"] for optimizer in optimizers]
+    for i in states[0]:
+        for key in ("exp_avg", "exp_avg_sq", "step"):
+            torch.testing.assert_close(states[1][i][key], states[0][i][key], rtol=2e-2, atol=1e-4)
+            assert states[1][i][key].stride() == states[0][i][key].stride()
 
 
 def test_the_kernels_are_used_only_where_they_fit():

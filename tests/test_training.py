@@ -1,7 +1,6 @@
 """Schedules, gradients, held-out figures by hand; and that it learns, and learns the same twice."""
 
 import math
-from functools import partial
 
 import pytest
 import torch
@@ -11,7 +10,7 @@ from conftest import weights
 from presage.batches import Batch
 from presage.config import ModelConfig, TrainConfig, preset, with_fields
 from presage.model import Model
-from presage.training import learning_rate, make_optimizer, plain_loss, scores, update_once
+from presage.training import learning_rate, make_optimizer, scores, update_once
 
 
 def some_batch(size=6, horizon=5) -> Batch:
@@ -50,7 +49,7 @@ def test_gradients_are_clamped_element_wise_before_adam():
     w, m, v = weight.detach().clone(), torch.zeros_like(weight), torch.zeros_like(weight)
     clamped = 0
     for step in (1, 2):
-        update_once(optimizer, partial(plain_loss, model), batch, clamp)
+        update_once(model, optimizer, batch, clamp)
         gradient = weight.grad
         clamped += int((gradient.abs() == torch.tensor(clamp)).sum())
         assert gradient.abs().max() <= clamp
@@ -117,5 +116,5 @@ def test_the_other_predictions_train_too(kind):
     model, batch = Model(ModelConfig("lstm" if kind == "lstm" else "plain", (4, 4, 4), 16, 16)), some_batch()
     optimizer = make_optimizer(model, TrainConfig())
     optimizer.param_groups[0]["lr"] = 1e-2
-    losses = [float(update_once(optimizer, partial(plain_loss, model), batch, 1.0)) for _ in range(30)]
+    losses = [float(update_once(model, optimizer, batch, 1.0)) for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]

@@ -4,6 +4,7 @@ The only place that knows emulators: lives, ends, automatic restarts, no-op star
 row r plays tasks[r // envs].
 """
 
+import os
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
@@ -158,7 +159,9 @@ class Arena:
         self.tasks, self.envs, self.noop_max = tuple(tasks), envs, noop_max
         self.rows = len(tasks) * envs
         self.task_of = np.repeat(np.arange(len(tasks)), envs)  # [N]
-        self.options = (sticky, threads, max_frames)
+        # The pools of all tasks play at once; more threads than cores would only take turns.
+        each = threads or max(1, (os.cpu_count() or 1) // len(tasks))
+        self.options = (sticky, each, max_frames)
         self.noop = np.array([task.noop for task in tasks])[self.task_of]
         self.serve = np.array([-1 if task.serve is None else task.serve for task in tasks])[self.task_of]
         self.under_way = False  # a step was sent and not yet received

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from presage.arena import Array
-from presage.events import targets
+from presage.events import Targets, targets
 from presage.store import DIED, LAST, SCORED, Store
 from presage.tasks import Spec, Task
 
@@ -67,9 +67,14 @@ class Sampler:
 
 def assemble(store: Store, rows: Tensor, horizon: int) -> Batch:
     """The batch of these rows, where the store is at home."""
+    controls, wanted = aims(store, rows, horizon)
+    return Batch(store.stacks(rows), controls, *wanted)
+
+
+def aims(store: Store, rows: Tensor, horizon: int) -> tuple[Tensor, Targets]:
+    """What follows each of these rows: the controls [B, H, 3] and what is to be foretold of them."""
     controls, events = store.window(rows, horizon)
-    happened = ((events & bit) > 0 for bit in (DIED, SCORED, LAST))
-    return Batch(store.stacks(rows), controls, *targets(*happened))
+    return controls, targets(*((events & bit) > 0 for bit in (DIED, SCORED, LAST)))
 
 
 def heldout_rows(store: Store, task: int, most: int) -> Array:

@@ -7,7 +7,6 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -18,7 +17,7 @@ import numpy as np
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
-from presage import __version__, fused
+from presage import __version__
 from presage.agent import Agent, device_of
 from presage.arena import Arena, play
 from presage.batches import Batch, Sampler, assemble
@@ -26,11 +25,12 @@ from presage.collect import collect_shard, open_arenas, random_chooser
 from presage.config import Config, preset, with_fields
 from presage.errors import UsageError
 from presage.games import atari_games, find
+from presage.graphs import WARM_UP
 from presage.model import Model
 from presage.progress import Interrupt, say
 from presage.store import Store, budget, gpu_memory, machine_memory, shard_path
 from presage.tasks import Spec, Task
-from presage.training import Updater, make_optimizer, plain_loss, update_once
+from presage.training import Updater, make_optimizer, update_once
 
 STEPS = 100  # of each environment in the shards that are played
 
@@ -129,7 +129,7 @@ def update_times(model: Model, store: Store, config: Config, seconds: float) -> 
     rows = torch.from_numpy(sampler.rows(0, config.train.batch_size)).to(store.home)
     fixed = Batch(*(t.to(device) for t in assemble(store, rows, config.data.horizon)))
     optimizer = make_optimizer(model, config.train)
-    eager = timed(lambda: update_once(optimizer, partial(plain_loss, model), fixed, 1.0), seconds, device)
+    eager = timed(lambda: update_once(model, optimizer, fixed, 1.0), seconds, device)
     updater = Updater(model, optimizer, store, config)
     waited = 0.0
     with closing(updater.inputs(sampler, range(10**9))) as inputs:
@@ -141,7 +141,7 @@ def update_times(model: Model, store: Store, config: Config, seconds: float) -> 
             waited += time.perf_counter() - asked
             updater(*given)
 
-        for _ in range(fused.WARM_UP + 1):
+        for _ in range(WARM_UP + 1):
             update()
         synchronize(device)
         waited, began, count = 0.0, time.perf_counter(), 0

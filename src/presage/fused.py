@@ -4,17 +4,18 @@
 """
 
 import importlib.util
-from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
-from presage.batches import Batch
+from presage.batches import Batch, aims
 from presage.events import Outlook, Targets
+from presage.graphs import Branch
 from presage.model import RRNN, Model, outlook
+from presage.store import Resident, Store
+from presage.tasks import STACK
 
 LOW = torch.bfloat16  # of matrix products; states, statistics, sums and parameters stay float32
-WARM_UP = 3  # calls before a capture: libraries choose their kernels in these
 
 
 def fits(model: Model, device: torch.device) -> bool:
@@ -25,22 +26,62 @@ def fits(model: Model, device: torch.device) -> bool:
     return available and sizes and isinstance(model.prediction, RRNN)
 
 
-def loss(model: Model, batch: Batch) -> Tensor:
-    """What model.loss gives, to be differentiated."""
-    from presage.fused_perception import perceive
-    from presage.fused_prediction import Loss
+class Learner:
+    """Updates of a whole network without autograd: every gradient is written out, and many are found side by side."""
 
-    prediction, valuation = model.prediction, model.valuation
-    assert isinstance(prediction, RRNN)
-    layers = (prediction.f1, prediction.f2, valuation.inner, valuation.out)
-    weights = [tensor for layer in layers for tensor in (layer.weight, layer.bias)]
-    h0 = perceive(model.perception, batch.frames, LOW)
-    targets = Targets(batch.died, batch.scored, batch.mask)
-    return Loss.apply(h0, batch.controls, targets, prediction.residual, LOW, *weights)  # type: ignore[no-any-return, no-untyped-call]
+    def __init__(self, model: Model, optimizer: torch.optim.Adam, clamp: float, low: torch.dtype = LOW):
+        from presage.fused_adam import Adam
+        from presage.fused_perception import matrices
+
+        assert isinstance(model.prediction, RRNN)
+        self.model, self.residual = model, model.prediction.residual
+        self.low = {p: torch.empty_like(p, dtype=low) for p in matrices(model.perception)}
+        for parameter, copy in self.low.items():
+            copy.copy_(parameter.detach())
+        self.adam = Adam(optimizer, self.low, clamp)
+        self.branch = Branch(next(model.parameters()).device)
+
+    @torch.no_grad()
+    def update(self, batch: Batch) -> Tensor:
+        """One update; its loss."""
+        frames = batch.frames.flatten(0, 1)
+        index = torch.arange(len(frames), device=frames.device).view(-1, STACK)
+        return self._update(frames, index, batch.controls, Targets(batch.died, batch.scored, batch.mask))
+
+    @torch.no_grad()
+    def update_from(self, store: Store, rows: Tensor, horizon: int) -> Tensor:
+        """One update with cases of a store on the GPU; frames are read from where they lie."""
+        assert isinstance(store.frames, Resident)
+        with self.branch.beside():  # wanted only when Perception is done
+            controls, targets = aims(store, rows, horizon)
+        return self._update(store.frames.frames, store.stack_rows(rows), controls, targets)
+
+    def _update(self, frames: Tensor, index: Tensor, controls: Tensor, targets: Targets) -> Tensor:
+        loss, grads = self.loss_and_gradients(frames, index, controls, targets)
+        self.adam.step(grads)
+        return loss
+
+    def loss_and_gradients(
+        self, frames: Tensor, index: Tensor, controls: Tensor, targets: Targets
+    ) -> tuple[Tensor, list[Tensor]]:
+        """Gradients in the order of the model's parameters."""
+        from presage import fused_perception, fused_prediction
+
+        low = list(self.low.values())
+        weights = fused_prediction.Weights(*self.model.prediction.parameters(), *self.model.valuation.parameters())
+        seen = fused_perception.forward(self.model.perception, frames, index, low)
+        self.branch.join()
+        loss, grad_h0, later = fused_prediction.loss_and_gradients(
+            seen.h0, controls, targets, weights, self.residual, low[0].dtype, self.branch
+        )
+        grads = fused_perception.backward(seen, grad_h0, self.branch)
+        self.branch.join()
+        return loss, [*grads, *later]
 
 
 @torch.inference_mode()
 def perceive(model: Model, frames: Tensor) -> Tensor:
+    """As model.perceive."""
     with torch.autocast("cuda", LOW):
         return model.perception(frames).float()  # type: ignore[no-any-return]
 
@@ -53,36 +94,5 @@ def imagine(model: Model, h: Tensor, controls: Tensor) -> Outlook:
     prediction = model.prediction
     assert isinstance(prediction, RRNN)
     n, k = controls.shape[:2]
-    weights = (prediction.f1.weight, prediction.f1.bias, prediction.f2.weight, prediction.f2.bias)
-    last = last_states(h, controls, weights, prediction.residual, LOW)  # [N * k, S]
+    last = last_states(h, controls, list(prediction.parameters()), prediction.residual, LOW)  # [N * k, S]
     return outlook(model.valuation(last).view(n, k, -1))
-
-
-class Captured:
-    """A function of tensors that becomes one CUDA graph after a few calls: then a call costs one launch.
-
-    It must do the same each time, whatever the tensors hold, and never wait for the GPU.
-    """
-
-    def __init__(self, work: Callable[..., Tensor]):
-        self.work, self.calls = work, 0
-        self.graph = torch.cuda.CUDAGraph()
-        self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
-
-    def __call__(self, *given: Tensor) -> Tensor:
-        if self.calls == 0:
-            self.given = [torch.empty_like(tensor, device="cuda") for tensor in given]
-        for mine, new in zip(self.given, given, strict=True):
-            mine.copy_(new, non_blocking=True)
-        self.calls += 1
-        if self.calls <= WARM_UP:  # on another stream, as capturing asks for
-            self.stream.wait_stream(torch.cuda.current_stream())
-            with torch.cuda.stream(self.stream):
-                result = self.work(*self.given)
-            torch.cuda.current_stream().wait_stream(self.stream)
-            return result
-        if self.calls == WARM_UP + 1:
-            with torch.cuda.graph(self.graph):
-                self.result = self.work(*self.given)
-        self.graph.replay()
-        return self.result

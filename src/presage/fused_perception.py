@@ -4,7 +4,7 @@ Activations are bfloat16 [B, C, H, W] with channels last in memory, so a kernel 
 channels. Statistics are float32. PyTorch's own kernels for this shape take most of Perception's time.
 """
 
-from typing import Any, NamedTuple
+from typing import Literal, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -12,6 +12,8 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from presage.fused_prediction import product
+from presage.graphs import Branch
 from presage.model import Perception
 
 BLOCK = 4  # the first layer's stride: it is computed on blocks of 4×4 pixels, see `blocks`
@@ -19,14 +21,15 @@ GROUPS = 128  # partial sums, at most
 
 
 @triton.jit
-def _blocks_kernel(frames, out, side: tl.constexpr, channels: tl.constexpr, padded: tl.constexpr):
-    """uint8 [B, 4, 4·side, 4·side] -> [B, side, side, channels·16] in [0, 1]; a program makes one row of blocks."""
+def _blocks_kernel(frames, index, out, side: tl.constexpr, channels: tl.constexpr, padded: tl.constexpr):
+    """Frames uint8 [., 4·side, 4·side] -> [B, side, side, channels·16] in [0, 1]; a program makes a row of blocks."""
     program = tl.program_id(0)
     image, by = program // side, program % side
     at = tl.arange(0, padded)
     bx, inside = at // (channels * 16), at % (channels * 16)
     channel, dy, dx = inside // 16, inside // 4 % 4, inside % 4
-    source = ((image * channels + channel) * side * 4 + by * 4 + dy) * side * 4 + bx * 4 + dx
+    frame = tl.load(index + image * channels + channel)  # int64: a store has more than 2³¹ pixels
+    source = (frame * side * 4 + by * 4 + dy) * side * 4 + bx * 4 + dx
     value = tl.load(frames + source, mask=bx < side, other=0).to(tl.float32) / 255.0
     tl.store(out + program * side * channels * 16 + at, value.to(out.dtype.element_ty), mask=bx < side)
 
@@ -120,16 +123,16 @@ def _normalise_backward_kernel(
     tl.store(grad_x + where, grad.to(grad_x.dtype.element_ty), mask=row < cases)
 
 
-def blocks(frames: Tensor, dtype: torch.dtype) -> Tensor:
-    """uint8 [B, 4, 84, 84] -> [B, 64, 21, 21] in [0, 1], channels last: each block of 4×4 pixels becomes channels.
+def blocks(frames: Tensor, index: Tensor, dtype: torch.dtype) -> Tensor:
+    """frames uint8 [N, 84, 84], stacks of them int64 [B, 4] -> [B, 64, 21, 21] in [0, 1], channels last.
 
-    An 8×8 convolution with stride 4 over four channels is a 2×2 one over these 64, which matrix units like better.
+    Each block of 4×4 pixels becomes channels: an 8×8 convolution with stride 4 over four channels is a 2×2 one over
+    these 64, which matrix units like better.
     """
-    batch, channels, height, _ = frames.shape
-    side = height // BLOCK
+    (batch, channels), side = index.shape, frames.shape[1] // BLOCK
     out = torch.empty(batch, side, side, channels * BLOCK**2, dtype=dtype, device=frames.device)
     padded = triton.next_power_of_2(side * channels * BLOCK**2)
-    _blocks_kernel[(batch * side,)](frames, out, side, channels, padded)
+    _blocks_kernel[(batch * side,)](frames, index, out, side, channels, padded)
     return out.permute(0, 3, 1, 2)
 
 
@@ -138,6 +141,13 @@ def block_weights(weight: Tensor) -> Tensor:
     after, before, kernel, _ = weight.shape
     apart = weight.reshape(after, before, kernel // BLOCK, BLOCK, kernel // BLOCK, BLOCK)  # …, by, dy, bx, dx
     return apart.permute(0, 1, 3, 5, 2, 4).reshape(after, before * BLOCK**2, kernel // BLOCK, kernel // BLOCK)
+
+
+def unblocked(weight: Tensor) -> Tensor:
+    """The inverse of block_weights."""
+    after, channels, kernel, _ = weight.shape
+    apart = weight.reshape(after, channels // BLOCK**2, BLOCK, BLOCK, kernel, kernel)
+    return apart.permute(0, 1, 4, 2, 5, 3).reshape(after, channels // BLOCK**2, kernel * BLOCK, kernel * BLOCK)
 
 
 class Cut(NamedTuple):
@@ -155,72 +165,114 @@ class Cut(NamedTuple):
         return cls(cases, group_rows, triton.cdiv(cases, group_rows), 64)
 
 
-class NormRelu(torch.autograd.Function):
-    """relu(batch_norm(x) + skip), with the running statistics moved on as PyTorch does."""
+class Layer(NamedTuple):
+    """One convolution with its normalisation, and what it leaves for the way back."""
 
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, skip: Tensor | None, gamma: Tensor, beta: Tensor, norm: nn.BatchNorm2d) -> Tensor:
-        cut, channels = Cut.of(x), x.shape[1]
-        partial = torch.empty(cut.groups, 2, channels, device=x.device)
-        stats, out = torch.empty(2, channels, device=x.device), torch.empty_like(x)
-        _moments_kernel[(cut.groups,)](x, partial, cut.cases, channels, cut.group_rows)
-        _normalise_kernel[(triton.cdiv(cut.cases, cut.rows),)](
-            x, x if skip is None else skip, partial, gamma, beta, norm.running_mean, norm.running_var, out, stats,
-            cut.cases, cut.groups, cut.group_rows, channels, cut.rows, GROUPS, skip is not None,
-            norm.momentum, norm.eps,
-        )  # fmt: skip
-        ctx.save_for_backward(x, out, stats, gamma)
-        ctx.has_skip = skip is not None
-        return out
-
-    @staticmethod
-    def backward(ctx: Any, grad_out: Tensor) -> tuple[Tensor | None, ...]:
-        x, out, stats, gamma = ctx.saved_tensors
-        cut, channels = Cut.of(x), x.shape[1]
-        grad_out = grad_out.contiguous(memory_format=torch.channels_last)
-        partial = torch.empty(cut.groups, 2, channels, device=x.device)
-        grad_x, grad_gamma, grad_beta = torch.empty_like(x), torch.empty_like(gamma), torch.empty_like(gamma)
-        grad_skip = torch.empty_like(x) if ctx.has_skip else None
-        _sums_backward_kernel[(cut.groups,)](grad_out, out, x, stats, partial, cut.cases, channels, cut.group_rows)
-        _normalise_backward_kernel[(triton.cdiv(cut.cases, cut.rows),)](
-            grad_out, out, x, stats, gamma, partial, grad_x, grad_x if grad_skip is None else grad_skip,
-            grad_gamma, grad_beta, cut.cases, cut.groups, channels, cut.rows, GROUPS, ctx.has_skip,
-        )  # fmt: skip
-        return grad_x, grad_skip, grad_gamma, grad_beta, None
+    norm: nn.BatchNorm2d
+    kernel: Tensor  # low precision
+    stride: int
+    padding: int
+    x: Tensor
+    z: Tensor  # the convolution's output
+    out: Tensor
+    stats: Tensor  # float32 [2, C]: mean and 1/σ
+    has_skip: bool
 
 
-class Lower(torch.autograd.Function):
-    """Many float32 parameters as bfloat16 copies, and their gradients back, in one launch each way."""
+def apply_layer(
+    x: Tensor, kernel: Tensor, norm: nn.BatchNorm2d, stride: int, padding: int, skip: Tensor | None = None
+) -> Layer:
+    """relu(batch_norm(convolution(x)) + skip), with the running statistics moved on as PyTorch does."""
+    z = F.conv2d(x, kernel, stride=stride, padding=padding)
+    cut, channels = Cut.of(z), z.shape[1]
+    partial = torch.empty(cut.groups, 2, channels, device=x.device)
+    stats, out = torch.empty(2, channels, device=x.device), torch.empty_like(z)
+    _moments_kernel[(cut.groups,)](z, partial, cut.cases, channels, cut.group_rows)
+    _normalise_kernel[(triton.cdiv(cut.cases, cut.rows),)](
+        z, z if skip is None else skip, partial, norm.weight, norm.bias, norm.running_mean, norm.running_var,
+        out, stats, cut.cases, cut.groups, cut.group_rows, channels, cut.rows, GROUPS, skip is not None,
+        norm.momentum, norm.eps,
+    )  # fmt: skip
+    return Layer(norm, kernel, stride, padding, x, z, out, stats, skip is not None)
 
-    @staticmethod
-    def forward(ctx: Any, dtype: torch.dtype, *parameters: Tensor) -> tuple[Tensor, ...]:  # noqa: ARG004
-        copies = tuple(torch.empty_like(p, dtype=dtype) for p in parameters)
-        torch._foreach_copy_(copies, parameters)
-        return copies
 
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:  # noqa: ARG004
-        copies = tuple(torch.empty_like(g, dtype=torch.float32) for g in grads)
-        torch._foreach_copy_(copies, grads)
-        return None, *copies
+def layer_backward(layer: Layer, grad_out: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """The gradients of the convolution's output, of the skip (grad_out behind the ReLU), of gamma and of beta."""
+    cut, channels, z = Cut.of(layer.z), layer.z.shape[1], layer.z
+    partial = torch.empty(cut.groups, 2, channels, device=z.device)
+    grad_z, grad_skip = torch.empty_like(z), torch.empty_like(z) if layer.has_skip else grad_out
+    grad_gamma, grad_beta = torch.empty(2, channels, device=z.device)
+    _sums_backward_kernel[(cut.groups,)](
+        grad_out, layer.out, z, layer.stats, partial, cut.cases, channels, cut.group_rows
+    )
+    _normalise_backward_kernel[(triton.cdiv(cut.cases, cut.rows),)](
+        grad_out, layer.out, z, layer.stats, layer.norm.weight, partial, grad_z, grad_skip, grad_gamma, grad_beta,
+        cut.cases, cut.groups, channels, cut.rows, GROUPS, layer.has_skip,
+    )  # fmt: skip
+    return grad_z, grad_skip, grad_gamma, grad_beta
 
 
-def perceive(perception: Perception, frames: Tensor, dtype: torch.dtype) -> Tensor:
-    """What perception(frames) gives while it trains: uint8 [B, 4, 84, 84] -> float32 [B, S]."""
-    convs = [layer for layer in perception.modules() if isinstance(layer, nn.Conv2d)]
+def convolution_backward(layer: Layer, grad_z: Tensor, of: Literal["input", "kernel"]) -> Tensor:
+    both, stride, padding = (layer.x, layer.kernel), [layer.stride] * 2, [layer.padding] * 2
+    wanted = [of == "input", of == "kernel", False]
+    grads = torch.ops.aten.convolution_backward(grad_z, *both, None, stride, padding, [1, 1], False, [0, 0], 1, wanted)
+    return grads[0 if of == "input" else 1]  # type: ignore[no-any-return]
+
+
+class Seen(NamedTuple):
+    """Perception's way forward, kept for its way back."""
+
+    layers: list[Layer]
+    flat: Tensor  # [B, features]: the last layer's output
+    out_weight: Tensor  # low precision
+    h0: Tensor  # float32 [B, S]
+
+
+def forward(perception: Perception, frames: Tensor, index: Tensor, low: list[Tensor]) -> Seen:
+    """frames uint8 [N, 84, 84], stacks of them [B, 4] -> h0, while training.
+
+    low: the matrices in low precision, in the order of `matrices`.
+    """
     norms = [layer for layer in perception.modules() if isinstance(layer, nn.BatchNorm2d)]
-    out = perception.out
-    *kernels, out_weight, out_bias = Lower.apply(dtype, *(conv.weight for conv in convs), out.weight, out.bias)
-    x = blocks(frames, dtype)
+    *kernels, out_weight = low
     kernels[0] = block_weights(kernels[0])
-    for stage in range(0, len(convs), 3):  # a strided layer, then a residual block of two
+    x, layers = blocks(frames, index, out_weight.dtype), []
+    for stage in range(0, len(kernels), 3):  # a strided layer, then a residual block of two
         norm, norm1, norm2 = norms[stage : stage + 3]
         enter, first, second = kernels[stage : stage + 3]
-        x = norm_relu(F.conv2d(x, enter, stride=1 if stage == 0 else convs[stage].stride), norm)
-        y = norm_relu(F.conv2d(x, first, padding=1), norm1)
-        x = norm_relu(F.conv2d(y, second, padding=1), norm2, skip=x)
-    return F.linear(x.flatten(1), out_weight, out_bias).float()
+        layers.append(apply_layer(x, enter, norm, stride=1 if stage == 0 else 2, padding=0))
+        layers.append(apply_layer(layers[-1].out, first, norm1, stride=1, padding=1))
+        layers.append(apply_layer(layers[-1].out, second, norm2, stride=1, padding=1, skip=layers[-2].out))
+        x = layers[-1].out
+    flat = x.flatten(1)
+    return Seen(layers, flat, out_weight, product(flat, out_weight.T) + perception.out.bias)
 
 
-def norm_relu(x: Tensor, norm: nn.BatchNorm2d, skip: Tensor | None = None) -> Tensor:
-    return NormRelu.apply(x, skip, norm.weight, norm.bias, norm)  # type: ignore[no-any-return]
+def backward(seen: Seen, grad_h0: Tensor, branch: Branch) -> list[Tensor]:
+    """The gradients of Perception's parameters, in their order; those of matrices on the branch, in low precision."""
+    low = grad_h0.to(seen.out_weight.dtype)
+    with branch.beside(low, seen):
+        of_out = [product(low.T, seen.flat), grad_h0.sum(0)]
+    last = seen.layers[-1].out
+    grad = (low @ seen.out_weight).view(last.shape).contiguous(memory_format=torch.channels_last)
+    grads: list[Tensor] = []
+    grad_around = grad  # of the input of the residual block that is being gone through
+    for number in range(len(seen.layers) - 1, -1, -1):
+        layer = seen.layers[number]
+        grad_z, grad_skip, grad_gamma, grad_beta = layer_backward(layer, grad)
+        with branch.beside(grad_z):
+            kernel = convolution_backward(layer, grad_z, "kernel")
+            kernel = (unblocked(kernel) if number == 0 else kernel).contiguous(memory_format=torch.channels_last)
+        grads = [kernel, grad_gamma, grad_beta, *grads]
+        if layer.has_skip:
+            grad_around = grad_skip
+        if number:
+            grad = convolution_backward(layer, grad_z, "input")
+        if number % 3 == 1:  # the residual block's first layer: its input also went around the block
+            grad += grad_around
+    return [*grads, *of_out]
+
+
+def matrices(perception: Perception) -> list[Tensor]:
+    """The parameters that are multiplied in low precision."""
+    return [layer.weight for layer in perception.modules() if isinstance(layer, nn.Conv2d | nn.Linear)]

@@ -10,7 +10,7 @@ columns is a constant 1 and, in front of it, three are the control. See `pack`.
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 import triton
@@ -18,6 +18,7 @@ import triton.language as tl
 from torch import Tensor
 
 from presage.events import Targets
+from presage.graphs import Branch
 
 CONTROL = 3
 EPS = 1e-5  # of layer normalisation, as in torch.nn.functional.layer_norm
@@ -56,42 +57,73 @@ def _pack_kernel(
 
 
 @triton.jit
-def _forward_kernel(
-    h0, controls, w1, w2, states, inputs, inner, batch, per_state,
+def _input(h, controls, row, step, col, live, size: tl.constexpr, horizon: tl.constexpr, eps: tl.constexpr):
+    """What f is applied to at a step: relu(LN(h)), the control, a 1 for the bias."""
+    n, _ = _normalised(h, col < size, size, eps)
+    control = live & (step < horizon) & (col >= size) & (col < size + 3)
+    x = tl.load(controls + (row * horizon + step) * 3 + col - size, mask=control, other=0.0)
+    return tl.maximum(n, 0.0) + x + tl.where(col == size + 3, 1.0, 0.0)
+
+
+@triton.jit
+def _last_kernel(
+    h0, controls, w1, w2, out, batch, per_state,
     horizon: tl.constexpr, size: tl.constexpr, width: tl.constexpr, hidden: tl.constexpr, chunk: tl.constexpr,
-    rows: tl.constexpr, residual: tl.constexpr, keep: tl.constexpr, eps: tl.constexpr,
+    rows: tl.constexpr, residual: tl.constexpr, eps: tl.constexpr,
 ):  # fmt: skip
-    """Row r goes from h0[r // per_state] through its controls. keep: leave every state, and what backward needs."""
+    """Row r goes from h0[r // per_state] through its controls; only the state after the last step is left."""
     row = tl.program_id(0) * rows + tl.arange(0, rows)[:, None]  # [rows, 1]
     col = tl.arange(0, width)[None, :]  # [1, width]: the state, the control, a 1, padding
     live, real = row < batch, col < size
     h = tl.load(h0 + (row // per_state) * size + col, mask=live & real, other=0.0)
-    if keep:
-        tl.store(states + row * (horizon + 1) * size + col, h, mask=live & real)
     for step in range(horizon):
-        n, _ = _normalised(h, real, size, eps)
-        x = tl.load(
-            controls + (row * horizon + step) * 3 + col - size, mask=live & (col >= size) & (col < size + 3), other=0.0
-        )
-        u = (tl.maximum(n, 0.0) + x + tl.where(col == size + 3, 1.0, 0.0)).to(w1.dtype.element_ty)
-        at = row * horizon + step
-        if keep:
-            tl.store(inputs + at * width + col, u, mask=live)
+        u = _input(h, controls, row, step, col, live, size, horizon, eps).to(w1.dtype.element_ty)
         r = tl.zeros([rows, width], tl.float32)
         for start in range(0, hidden, chunk):
             unit = start + tl.arange(0, chunk)
             first = tl.load(w1 + unit[:, None] * width + col)  # [chunk, width]
-            z = tl.dot(u, tl.trans(first), input_precision="ieee")
-            a = tl.maximum(z, 0.0).to(w1.dtype.element_ty)  # [rows, chunk]
-            if keep:
-                tl.store(inner + at * hidden + unit[None, :], a, mask=live)
+            a = tl.maximum(tl.dot(u, tl.trans(first), input_precision="ieee"), 0.0).to(w1.dtype.element_ty)
             second = tl.load(w2 + tl.arange(0, width)[:, None] * hidden + unit[None, :])  # [width, chunk]
             r = tl.dot(a, tl.trans(second), r, input_precision="ieee")
         h = h + r if residual else r
-        if keep:
+    tl.store(out + row * size + col, h, mask=live & real)
+
+
+@triton.jit
+def _forward_kernel(
+    h0, controls, w1, w2, states, inputs, inner, batch,
+    horizon: tl.constexpr, size: tl.constexpr, width: tl.constexpr, hidden: tl.constexpr, chunk: tl.constexpr,
+    rows: tl.constexpr, residual: tl.constexpr, eps: tl.constexpr,
+):  # fmt: skip
+    """Every state, and what the way back needs.
+
+    The batch fills a few multiprocessors only, so what counts is latency: steps and parts of the hidden layer are one
+    loop here, and the next weights are fetched across the end of a step.
+    """
+    row = tl.program_id(0) * rows + tl.arange(0, rows)[:, None]
+    col = tl.arange(0, width)[None, :]
+    live, real = row < batch, col < size
+    parts: tl.constexpr = hidden // chunk
+    h = tl.load(h0 + row * size + col, mask=live & real, other=0.0)
+    u = _input(h, controls, row, 0, col, live, size, horizon, eps).to(w1.dtype.element_ty)
+    tl.store(states + row * (horizon + 1) * size + col, h, mask=live & real)
+    tl.store(inputs + row * horizon * width + col, u, mask=live)
+    r = tl.zeros([rows, width], tl.float32)
+    for number in range(horizon * parts):
+        step, part = number // parts, number % parts
+        at = row * horizon + step
+        unit = part * chunk + tl.arange(0, chunk)
+        first = tl.load(w1 + unit[:, None] * width + col)  # [chunk, width]
+        second = tl.load(w2 + tl.arange(0, width)[:, None] * hidden + unit[None, :])  # [width, chunk]
+        a = tl.maximum(tl.dot(u, tl.trans(first), input_precision="ieee"), 0.0).to(w1.dtype.element_ty)
+        tl.store(inner + at * hidden + unit[None, :], a, mask=live)
+        r = tl.dot(a, tl.trans(second), r, input_precision="ieee")
+        if part == parts - 1:
+            h = h + r if residual else r
+            r = tl.zeros([rows, width], tl.float32)
+            u = _input(h, controls, row, step + 1, col, live, size, horizon, eps).to(w1.dtype.element_ty)
             tl.store(states + (row * (horizon + 1) + step + 1) * size + col, h, mask=live & real)
-    if not keep:
-        tl.store(states + row * size + col, h, mask=live & real)
+            tl.store(inputs + (at + 1) * width + col, u, mask=live & (step + 1 < horizon))
 
 
 @triton.jit
@@ -104,26 +136,29 @@ def _backward_kernel(
     row = tl.program_id(0) * rows + tl.arange(0, rows)[:, None]
     col = tl.arange(0, width)[None, :]
     live, real = row < batch, col < size
-    grad_h = tl.zeros([rows, width], tl.float32)
-    for back in range(horizon):
-        step = horizon - 1 - back
+    parts: tl.constexpr = hidden // chunk
+    grad_h = tl.load(grad_states + (row * horizon + horizon - 1) * size + col, mask=live & real, other=0.0)
+    du = tl.zeros([rows, width], tl.float32)
+    for number in range(horizon * parts):
+        step, part = horizon - 1 - number // parts, number % parts
         at = row * horizon + step
-        grad_h += tl.load(grad_states + at * size + col, mask=live & real, other=0.0)
+        unit = part * chunk + tl.arange(0, chunk)
+        second = tl.load(w2 + tl.arange(0, width)[:, None] * hidden + unit[None, :])  # [width, chunk]
+        first = tl.load(w1 + unit[:, None] * width + col)  # [chunk, width]
+        a = tl.load(inner + at * hidden + unit[None, :], mask=live, other=0.0)
         dr = grad_h.to(w1.dtype.element_ty)
-        tl.store(grad_r + at * width + col, dr, mask=live)
-        h = tl.load(states + (row * (horizon + 1) + step) * size + col, mask=live & real, other=0.0)
-        n, inverse = _normalised(h, real, size, eps)
-        du = tl.zeros([rows, width], tl.float32)
-        for start in range(0, hidden, chunk):
-            unit = start + tl.arange(0, chunk)
-            second = tl.load(w2 + tl.arange(0, width)[:, None] * hidden + unit[None, :])  # [width, chunk]
-            a = tl.load(inner + at * hidden + unit[None, :], mask=live, other=0.0)
-            dz = tl.where(a > 0, tl.dot(dr, second, input_precision="ieee"), 0.0).to(w1.dtype.element_ty)
-            tl.store(grad_inner + at * hidden + unit[None, :], dz, mask=live)
-            first = tl.load(w1 + unit[:, None] * width + col)  # [chunk, width]
-            du = tl.dot(dz, first, du, input_precision="ieee")
-        through = _normalised_backward(tl.where(n > 0, du, 0.0), n, inverse, real, size)
-        grad_h = grad_h + through if residual else through
+        dz = tl.where(a > 0, tl.dot(dr, second, input_precision="ieee"), 0.0).to(w1.dtype.element_ty)
+        tl.store(grad_inner + at * hidden + unit[None, :], dz, mask=live)
+        du = tl.dot(dz, first, du, input_precision="ieee")
+        if part == parts - 1:
+            tl.store(grad_r + at * width + col, dr, mask=live)
+            h = tl.load(states + (row * (horizon + 1) + step) * size + col, mask=live & real, other=0.0)
+            n, inverse = _normalised(h, real, size, eps)
+            through = _normalised_backward(tl.where(n > 0, du, 0.0), n, inverse, real, size)
+            grad_h = grad_h + through if residual else through
+            du = tl.zeros([rows, width], tl.float32)
+            earlier = live & real & (step > 0)
+            grad_h += tl.load(grad_states + (at - 1) * size + col, mask=earlier, other=0.0)
     tl.store(grad_h0 + row * size + col, grad_h, mask=live & real)
 
 
@@ -175,9 +210,9 @@ class Launch(NamedTuple):
     stages: int
 
 
-TRAIN_FORWARD = Launch(rows=16, chunk=128, warps=8, stages=3)
+TRAIN_FORWARD = Launch(rows=16, chunk=64, warps=4, stages=3)
 TRAIN_BACKWARD = Launch(rows=16, chunk=128, warps=8, stages=3)
-PLAN = Launch(rows=128, chunk=64, warps=8, stages=3)
+PLAN = Launch(rows=64, chunk=64, warps=4, stages=3)
 VALUATION = Launch(rows=16, chunk=0, warps=4, stages=1)
 
 
@@ -210,18 +245,22 @@ def pack(weight: Tensor, bias: Tensor, height: int, width: int, dtype: torch.dty
     return out
 
 
-def weight_gradient(outputs: Tensor, inputs: Tensor, weight: Tensor) -> tuple[Tensor, Tensor]:
+def product(a: Tensor, b: Tensor) -> Tensor:
+    """a @ b in float32, whatever they are."""
+    if a.is_cuda and a.dtype != torch.float32:
+        return torch.mm(a, b, out_dtype=torch.float32)
+    return a.float() @ b.float()
+
+
+def weight_gradient(outputs: Tensor, inputs: Tensor, weight: Tensor) -> list[Tensor]:
     """[cases, out], [cases, in] -> the gradients of a weight and, from the column of ones behind it, its bias."""
-    if outputs.is_cuda and outputs.dtype != torch.float32:
-        grad = torch.mm(outputs.T, inputs, out_dtype=torch.float32)
-    else:
-        grad = outputs.T @ inputs
+    grad = product(outputs.T, inputs)
     n_out, n_in = weight.shape
-    return grad[:n_out, :n_in], grad[:n_out, n_in]
+    return [grad[:n_out, :n_in].contiguous(), grad[:n_out, n_in].contiguous()]
 
 
 class Weights(NamedTuple):
-    """Prediction's two layers and Valuation's two."""
+    """Prediction's two layers and Valuation's two, float32, in the order of the model's parameters."""
 
     w1: Tensor  # [hidden, S + 3]
     b1: Tensor
@@ -234,9 +273,9 @@ class Weights(NamedTuple):
 
 
 def loss_and_gradients(
-    h0: Tensor, controls: Tensor, targets: Targets, weights: Weights, residual: bool, dtype: torch.dtype
-) -> tuple[Tensor, list[Tensor]]:
-    """The loss of states h0 [B, S] under controls [B, H, 3], and its gradients: of h0, then of each of the weights."""
+    h0: Tensor, controls: Tensor, targets: Targets, weights: Weights, residual: bool, dtype: torch.dtype, branch: Branch
+) -> tuple[Tensor, Tensor, list[Tensor]]:
+    """The loss of states h0 [B, S] under controls [B, H, 3]; its gradient of h0; on the branch, of the weights."""
     batch, horizon = controls.shape[:2]
     size, width, hidden = shape = Shape.of(weights.w1)
     first = pack(weights.w1, weights.b1, hidden, width, dtype, carry=True)
@@ -247,8 +286,8 @@ def loss_and_gradients(
     inputs, inner = first.new_empty(cases, width), first.new_empty(cases, hidden)
     rows, chunk, warps, stages = TRAIN_FORWARD
     _forward_kernel[(triton.cdiv(batch, rows),)](
-        h0, controls, first, second, states, inputs, inner, batch, 1,
-        horizon, *shape, min(chunk, hidden), rows, residual, True, EPS, num_warps=warps, num_stages=stages,
+        h0, controls, first, second, states, inputs, inner, batch,
+        horizon, *shape, min(chunk, hidden), rows, residual, EPS, num_warps=warps, num_stages=stages,
     )  # fmt: skip
 
     losses, grad_logits, grad_states = h0.new_empty(cases), h0.new_empty(cases, 2), h0.new_empty(cases, size)
@@ -259,6 +298,10 @@ def loss_and_gradients(
         seen, valued, grad_valued, grad_logits, grad_states, cases,
         horizon, size, width, rows, EPS, num_warps=warps, num_stages=stages,
     )  # fmt: skip
+    with branch.beside(losses, grad_logits, valued, grad_valued, seen):
+        loss = losses.sum()
+        of_valuation = weight_gradient(grad_valued, seen, weights.inner_w)
+        of_valuation += [grad_logits.T @ valued[:, :size].float(), grad_logits.sum(0)]
 
     grad_h0, grad_r, grad_inner = torch.empty_like(h0), torch.empty_like(inputs), torch.empty_like(inner)
     rows, chunk, warps, stages = TRAIN_BACKWARD
@@ -266,31 +309,9 @@ def loss_and_gradients(
         grad_states, states, inner, first, second, grad_h0, grad_inner, grad_r, batch,
         horizon, *shape, min(chunk, hidden), rows, residual, EPS, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return losses.sum(), [
-        grad_h0,
-        *weight_gradient(grad_inner, inputs, weights.w1),
-        *weight_gradient(grad_r, inner, weights.w2),
-        *weight_gradient(grad_valued, seen, weights.inner_w),
-        grad_logits.T @ valued[:, :size].float(),
-        grad_logits.sum(0),
-    ]
-
-
-class Loss(torch.autograd.Function):
-    """loss_and_gradients for autograd: all is done on the way forward."""
-
-    @staticmethod
-    def forward(
-        ctx: Any, h0: Tensor, controls: Tensor, targets: Targets, residual: bool, dtype: torch.dtype, *weights: Tensor
-    ) -> Tensor:  # fmt: skip
-        value, grads = loss_and_gradients(h0, controls, targets, Weights(*weights), residual, dtype)
-        ctx.save_for_backward(*grads)
-        return value
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        h0, *weights = torch._foreach_mul(ctx.saved_tensors, grad)
-        return h0, None, None, None, None, *weights
+    with branch.beside(grad_inner, inputs, grad_r, inner):
+        of_prediction = weight_gradient(grad_inner, inputs, weights.w1) + weight_gradient(grad_r, inner, weights.w2)
+    return loss, grad_h0, of_prediction + of_valuation
 
 
 def last_states(h0: Tensor, controls: Tensor, weights: Sequence[Tensor], residual: bool, dtype: torch.dtype) -> Tensor:
@@ -302,8 +323,8 @@ def last_states(h0: Tensor, controls: Tensor, weights: Sequence[Tensor], residua
     second = pack(w2, b2, width, hidden, dtype)
     out = h0.new_empty(n * k, size)
     rows, chunk, warps, stages = PLAN
-    _forward_kernel[(triton.cdiv(n * k, rows),)](
-        h0, controls, first, second, out, out, out, n * k, k,
-        horizon, *shape, min(chunk, hidden), rows, residual, False, EPS, num_warps=warps, num_stages=stages,
+    _last_kernel[(triton.cdiv(n * k, rows),)](
+        h0, controls, first, second, out, n * k, k,
+        horizon, *shape, min(chunk, hidden), rows, residual, EPS, num_warps=warps, num_stages=stages,
     )  # fmt: skip
     return out

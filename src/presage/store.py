@@ -299,9 +299,13 @@ class Store:
         self.spans.append(Span(iteration, task, start, stop, heldout))
         self.size = stop
 
+    def stack_rows(self, rows: Tensor) -> Tensor:
+        """Where the frames of each stack lie [B, 4]: in an episode younger than the stack, its first is repeated."""
+        return rows[:, None] - torch.minimum(self.back, self.ages[rows][:, None])
+
     def stacks(self, rows: Tensor) -> Tensor:
-        """uint8 [B, 4, 84, 84]: where an episode is younger than the stack, its first frame is repeated."""
-        return self.frames.at(rows[:, None] - torch.minimum(self.back, self.ages[rows][:, None]))
+        """uint8 [B, 4, 84, 84]"""
+        return self.frames.at(self.stack_rows(rows))
 
     def window(self, rows: Tensor, horizon: int) -> tuple[Tensor, Tensor]:
         """Controls [B, H, 3] and events [B, H] of the steps from each row on; past a recording's end: masked later."""

@@ -4,7 +4,6 @@ import math
 import time
 from collections.abc import Callable, Generator
 from contextlib import closing
-from functools import partial
 from typing import Any
 
 import numpy as np
@@ -15,6 +14,7 @@ from presage import fused
 from presage.batches import Batch, Sampler, assemble, heldout_rows, stream
 from presage.config import Config, TrainConfig, at
 from presage.errors import RunError
+from presage.graphs import Captured
 from presage.model import Model, loss
 from presage.progress import Bar, Interrupt
 from presage.store import Store
@@ -53,16 +53,9 @@ def set_rate(optimizer: torch.optim.Adam, rate: float) -> None:
         group["rate"] = rate
 
 
-Loss = Callable[[Batch], Tensor]
-
-
-def plain_loss(model: Model, batch: Batch) -> Tensor:
-    return loss(model(batch.frames, batch.controls), batch.died, batch.scored, batch.mask)
-
-
-def update_once(optimizer: torch.optim.Adam, loss_of: Loss, batch: Batch, clamp: float) -> Tensor:
+def update_once(model: Model, optimizer: torch.optim.Adam, batch: Batch, clamp: float) -> Tensor:
     """Forward, backward, clamp, step; the loss."""
-    value = loss_of(batch)
+    value = loss(model(batch.frames, batch.controls), batch.died, batch.scored, batch.mask)
     optimizer.zero_grad()
     value.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], clamp)
@@ -76,19 +69,24 @@ class Updater:
 
     def __init__(self, model: Model, optimizer: torch.optim.Adam, store: Store, config: Config):
         self.store, self.size, self.horizon = store, config.train.batch_size, config.data.horizon
+        on_gpu, clamp = store.device.type == "cuda", config.train.clamp
         fast = config.machine.fused and config.train.trainable == "all" and fused.fits(model, store.device)
-        loss_of = partial(fused.loss if fast else plain_loss, model)
+        learner = fused.Learner(model, optimizer, clamp) if fast else None
 
         def learn(*parts: Tensor) -> Tensor:
-            return update_once(optimizer, loss_of, Batch(*parts), config.train.clamp)
+            batch = Batch(*parts)
+            return learner.update(batch) if learner else update_once(model, optimizer, batch, clamp)
 
         def gather_and_learn(rows: Tensor) -> Tensor:
+            if learner:
+                return learner.update_from(store, rows, self.horizon)
             return learn(*assemble(store, rows, self.horizon))
 
-        on_gpu = store.device.type == "cuda"
         self.gathers = on_gpu and store.home == store.device
-        work = gather_and_learn if self.gathers else learn
-        self.work: Callable[..., Tensor] = fused.Captured(work) if on_gpu else work
+        self.work: Callable[..., Tensor] = gather_and_learn if self.gathers else learn
+        if on_gpu:
+            torch.backends.cudnn.benchmark = True  # shapes never change, so the search for fast kernels pays
+            self.work = Captured(self.work, learner.adam.settle) if learner else Captured(self.work)
 
     def inputs(self, sampler: Sampler, updates: range) -> Generator[tuple[Tensor, ...]]:
         """What each update in turn is given."""
@@ -97,7 +95,7 @@ class Updater:
             return
         for first in range(0, len(updates), LOG_EVERY):
             rows = np.stack([sampler.rows(update, self.size) for update in updates[first : first + LOG_EVERY]])
-            yield from ((each,) for each in torch.from_numpy(rows).to(self.store.home))
+            yield from ((each,) for each in torch.from_numpy(rows).pin_memory().to(self.store.home, non_blocking=True))
 
     def __call__(self, *given: Tensor) -> Tensor:
         """The loss of one update."""
