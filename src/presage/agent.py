@@ -17,6 +17,7 @@ from presage.config import Config, at, from_json, to_json
 from presage.errors import RunError, UsageError
 from presage.files import checksum, encode_tensors, read_json, write_bytes, write_json
 from presage.games import find
+from presage.graphs import Captured
 from presage.model import Model
 from presage.planner import Planner
 from presage.tasks import FRAME, STACK, Spec, Task
@@ -83,7 +84,7 @@ class Agent:
         """
         thresholds = [self.threshold(spec) if threshold is None else threshold for spec in specs]
         generator = self.generator if seed is None else torch.Generator(self.device).manual_seed(seed)
-        return Planner(
+        planner = Planner(
             perceive=partial(fused.perceive, self.model) if self.fast else self.model.perceive,
             imagine=partial(fused.imagine, self.model) if self.fast else self.model.imagine,
             tables=controls_table(specs).to(self.device),
@@ -93,6 +94,9 @@ class Agent:
             horizon=self.config.data.horizon,
             generator=generator,
         )
+        if self.fast and seed is not None:  # for a long play: one launch a step
+            planner.act_for_all = Captured(planner.act_for_all, generator=generator)
+        return planner
 
     def spec(self, task: str | Task) -> Spec:
         """Of a task it was trained on or, just as well, of any other."""

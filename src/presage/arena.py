@@ -6,6 +6,7 @@ row r plays tasks[r // envs].
 
 import os
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from functools import cached_property
 from typing import Any, NamedTuple, Protocol
 
@@ -49,7 +50,8 @@ class AtariPool:
     def __init__(self, task: AtariTask, envs: int, sticky: float, threads: int, max_frames: int):
         self.task = task
         # A seed makes the emulator load its ROM anew: slow, but the only reset that forgets everything (after a plain
-        # one ten games, Tennis among them, begin differently). A new emulator needs it for sticky actions only.
+        # one many games, Demon Attack and Tennis among them, begin differently). A new emulator needs it for sticky
+        # actions only.
         self.seed_now = sticky > 0
         self.envs = AtariVectorEnv(
             task.name,
@@ -165,6 +167,8 @@ class Arena:
         self.noop = np.array([task.noop for task in tasks])[self.task_of]
         self.serve = np.array([-1 if task.serve is None else task.serve for task in tasks])[self.task_of]
         self.under_way = False  # a step was sent and not yet received
+        self.prepared: tuple[Sequence[int], Future[Array]] | None = None
+        self.workers = ThreadPoolExecutor()
 
     @cached_property
     def pools(self) -> list[Pool]:
@@ -176,8 +180,23 @@ class Arena:
             for task in self.tasks
         ]
 
+    def prepare(self, seed: Sequence[int]) -> None:
+        """Begin in the background what reset(seed) will wait for: loading ROMs anew takes seconds.
+
+        Other environments than Atari games may not like to be used from several threads; they are left alone.
+        """
+        if all(isinstance(task, AtariTask) for task in self.tasks):
+            self.prepared = (seed, self.workers.submit(self._reset, seed))
+
     def reset(self, seed: Sequence[int]) -> Array:
         """Start every game, as if nothing had been played before; its first frames [N, 84, 84]."""
+        prepared, self.prepared = self.prepared, None
+        if prepared is None:
+            return self._reset(seed)
+        frames = prepared[1].result()
+        return frames if prepared[0] == seed else self._reset(seed)
+
+    def _reset(self, seed: Sequence[int]) -> Array:
         if self.under_way:
             self.recv()
         self.randoms = [np.random.default_rng([*seed, row]) for row in range(self.rows)]
@@ -185,7 +204,11 @@ class Arena:
         self.noops_left = np.zeros(self.rows, np.int64)
         self.serve_due = np.zeros(self.rows, bool)
         self._start(np.ones(self.rows, bool))
-        return np.concatenate([pool.reset(some) for pool, some in zip(self.pools, seeds, strict=True)])
+        starts = [
+            self.workers.submit(pool.reset, some) if isinstance(pool, AtariPool) else pool.reset(some)
+            for pool, some in zip(self.pools, seeds, strict=True)
+        ]
+        return np.concatenate([start.result() if isinstance(start, Future) else start for start in starts])
 
     def send(self, actions: Array) -> Array:
         """Play one step; the actions really played: doing nothing at first (S13), serving when due (S14)."""
@@ -207,6 +230,7 @@ class Arena:
         return step
 
     def close(self) -> None:
+        self.workers.shutdown()
         for pool in self.__dict__.pop("pools", ()):
             pool.close()
 

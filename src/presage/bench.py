@@ -32,8 +32,6 @@ from presage.store import Store, budget, gpu_memory, machine_memory, shard_path
 from presage.tasks import Spec, Task
 from presage.training import Updater, make_optimizer, update_once
 
-STEPS = 100  # of each environment in the shards that are played
-
 
 @dataclass(frozen=True)
 class Scale:
@@ -42,11 +40,13 @@ class Scale:
     envs: int  # games of each kind
     groups: int
     k: int
+    steps: int  # of each environment in the shard that is played
 
     @classmethod
     def of(cls, device: torch.device) -> "Scale":
         """What a run would use here: late iterations of the paper's on a GPU, early ones on a CPU."""
-        return cls(envs=64, groups=2, k=200) if device.type == "cuda" else cls(envs=16, groups=1, k=25)
+        on_gpu = device.type == "cuda"
+        return cls(envs=64, groups=2, k=200, steps=400) if on_gpu else cls(envs=16, groups=1, k=25, steps=100)
 
 
 def measure(
@@ -57,7 +57,7 @@ def measure(
     if seconds <= 0:
         raise UsageError(f"seconds must be more than 0, not {seconds}.")
     scale = scale or Scale.of(device)
-    shard = scale.envs * STEPS
+    shard = scale.envs * scale.steps
     config = with_fields(
         preset("paper"), games=tuple(task.name for task in tasks), iterations=1, envs=scale.envs, groups=scale.groups,
         shard_steps=shard, first_steps=shard, later_steps=shard, heldout_steps=shard, k=((1, scale.k),),

@@ -50,6 +50,12 @@ def random_chooser(tasks: Sequence[Task], envs: int, seed: int) -> Chooser:
     return choose
 
 
+def prepare(config: Config, arenas: Sequence[Arena], iteration: int, shard: int) -> None:
+    """Let the emulators of a shard that will be played next start in the background."""
+    for group, arena in enumerate(arenas):
+        arena.prepare((config.seed, iteration, shard, ARENA, group))
+
+
 def collect_shard(
     run: Path,
     config: Config,
@@ -64,6 +70,8 @@ def collect_shard(
     place, tasks = (config.seed, iteration, shard), arenas[0].tasks
     lengths = shard_lengths(config, iteration)
     steps, envs = lengths[shard], config.data.envs
+    if any(arena.prepared is None for arena in arenas):
+        prepare(config, arenas, iteration, shard)  # all groups at once
     plays = []
     for group, arena in enumerate(arenas):
         seed = whole_seed(*place, CHOOSER, group)

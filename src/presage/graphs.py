@@ -14,12 +14,19 @@ class Captured:
     """A function of tensors that becomes one CUDA graph after a few calls: then a call costs one launch.
 
     It must do the same each time, whatever the tensors hold, and never wait for the GPU. `settle` is called once the
-    graph is there: what it writes then, all replays see.
+    graph is there: what it writes then, all replays see. `generator`: where the work draws random numbers from.
     """
 
-    def __init__(self, work: Callable[..., Tensor], settle: Callable[[], None] = lambda: None):
+    def __init__(
+        self,
+        work: Callable[..., Tensor],
+        settle: Callable[[], None] = lambda: None,
+        generator: torch.Generator | None = None,
+    ):
         self.work, self.settle, self.calls = work, settle, 0
         self.graph = torch.cuda.CUDAGraph()
+        if generator is not None:
+            self.graph.register_generator_state(generator)
         self.stream = torch.cuda.Stream()  # type: ignore[no-untyped-call]
 
     def __call__(self, *given: Tensor) -> Tensor:

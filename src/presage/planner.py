@@ -71,6 +71,7 @@ class Planner:
         self.rows = torch.arange(len(tables), device=tables.device)
         self.stacks = torch.zeros(len(tables), STACK, FRAME, FRAME, dtype=torch.uint8, device=tables.device)
         self.carried = torch.zeros(len(tables), horizon, dtype=torch.int64, device=tables.device)
+        self.act_for_all: Callable[[Tensor, Tensor], Tensor] = lambda frames, fresh: self.act(frames, fresh, self.rows)
 
     def see(self, frames: Tensor, fresh: Tensor, rows: Tensor) -> Tensor:
         """Put the newest frames [n, 84, 84] on the stacks of these rows; the stacks [n, 4, 84, 84].
@@ -101,10 +102,16 @@ class Planner:
         self.carried[rows] = plan.best
         return plan
 
+    def act(self, frames: Tensor, fresh: Tensor, rows: Tensor) -> Tensor:
+        """The first actions of the chosen plans [n], from the newest frames [n, 84, 84]."""
+        return self.plan(self.see(frames, fresh, rows), fresh, rows).best[:, 0]
+
     def __call__(self, frames: Array, fresh: Array, rows: Array | None = None) -> Array:
-        """The first actions of the chosen plans, from the newest frames [n, 84, 84]: an arena's Chooser."""
+        """The same for arrays, of all rows unless told: an arena's Chooser."""
         device = self.rows.device
-        index = self.rows if rows is None else torch.from_numpy(rows).to(device)
-        starts = torch.from_numpy(fresh).to(device)
-        stacks = self.see(torch.from_numpy(frames).to(device), starts, index)
-        return np.asarray(self.plan(stacks, starts, index).best[:, 0].cpu().numpy())
+        newest, starts = torch.from_numpy(frames).to(device), torch.from_numpy(fresh).to(device)
+        if rows is None:
+            actions = self.act_for_all(newest, starts)
+        else:
+            actions = self.act(newest, starts, torch.from_numpy(rows).to(device))
+        return np.asarray(actions.cpu().numpy())

@@ -18,7 +18,7 @@ from presage import __version__, checkpoint
 from presage.agent import Agent, device_of, load, read_config
 from presage.arena import rehearse
 from presage.checkpoint import Position
-from presage.collect import collect_shard, open_arenas
+from presage.collect import collect_shard, open_arenas, prepare
 from presage.config import Config, differences, to_json, with_fields
 from presage.config import preset as preset_config
 from presage.errors import RunError, UsageError
@@ -90,6 +90,9 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
             clock.lap("collect")
             if position.is_past(iteration):
                 continue
+
+            if iteration < config.iterations:
+                prepare(config, arenas, iteration + 1, HELDOUT)  # the CPU's cores are idle while a GPU trains
 
             # Learn, from where a checkpoint inside this iteration left off.
             def save(update: int, iteration: int = iteration) -> None:
