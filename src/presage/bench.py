@@ -6,10 +6,9 @@ import shutil
 import time
 from collections.abc import Callable, Sequence
 from contextlib import closing
-from dataclasses import dataclass
 from pathlib import Path
 from tempfile import TemporaryDirectory
-from typing import Any
+from typing import Any, NamedTuple
 
 import ale_py
 import gymnasium
@@ -33,8 +32,7 @@ from presage.tasks import Spec, Task
 from presage.training import Updater, make_optimizer, update_once
 
 
-@dataclass(frozen=True)
-class Scale:
+class Scale(NamedTuple):
     """How much is done at a time."""
 
     envs: int  # games of each kind
@@ -42,21 +40,25 @@ class Scale:
     k: int
     steps: int  # of each environment in the shard that is played
 
-    @classmethod
-    def of(cls, device: torch.device) -> "Scale":
-        """What a run would use here: late iterations of the paper's on a GPU, early ones on a CPU."""
-        on_gpu = device.type == "cuda"
-        return cls(envs=64, groups=2, k=200, steps=400) if on_gpu else cls(envs=16, groups=1, k=25, steps=100)
+
+# What a run uses: late iterations of the paper's on a GPU, early ones on a CPU.
+SCALES = {"cuda": Scale(envs=64, groups=2, k=200, steps=400), "cpu": Scale(envs=16, groups=1, k=25, steps=100)}
 
 
 def measure(
-    seconds: float, device_name: str, games: Sequence[str | Task], scale: Scale | None = None
+    seconds: float,
+    device_name: str,
+    games: Sequence[str | Task],
+    envs: int | None = None,
+    groups: int | None = None,
+    k: int | None = None,
 ) -> dict[str, Any]:
     """All figures, taken one after the other in this process with the paper's network."""
     tasks, device = find(games), device_of(device_name)
     if seconds <= 0:
         raise UsageError(f"seconds must be more than 0, not {seconds}.")
-    scale = scale or Scale.of(device)
+    usual = SCALES[device.type]
+    scale = Scale(envs or usual.envs, groups or usual.groups, k or usual.k, usual.steps)
     shard = scale.envs * scale.steps
     config = with_fields(
         preset("paper"), games=tuple(task.name for task in tasks), iterations=1, envs=scale.envs, groups=scale.groups,
@@ -171,17 +173,44 @@ def matrix_flops(device: torch.device) -> float:
     return 2 * size**3 / timed(lambda: a @ b, 0.2, device)
 
 
-def bounded_by(result: dict[str, Any]) -> dict[str, str]:
-    """For each stage, what a faster machine or better code would have to change."""
-    plan_rate = result["environments"] / result["plan_ms"] * 1e3
-    hidden = plan_rate > result["emulator_steps_per_s"] and result["groups"] > 1
-    update = "arithmetic" if result["update_ms"] < 3 * result["update_arithmetic_ms"] else "latency of small kernels"
-    return {
-        "emulator": "the CPU's cores",
-        "collect": "the emulator" if hidden else "emulator and planning, one after the other",
-        "plan": "arithmetic" if result["plan_ms"] < 3 * result["plan_arithmetic_ms"] else "memory and launches",
-        "update": "waiting for data" if result["data_wait_fraction"] > 0.05 else update,
-    }
+def stages(result: dict[str, Any]) -> list[tuple[str, ...]]:
+    """The table that a person reads: each stage's time, rate, ratio to its floor, and what bounds it."""
+    games, k = result["environments"], result["k"]
+    emulator, collect = result["emulator_steps_per_s"], result["collect_steps_per_s"]
+    plan, update = result["plan_ms"], result["update_ms"]
+    hidden = result["groups"] > 1 and games / plan * 1e3 > emulator
+    waits = result["data_wait_fraction"] > 0.05
+    small = update > 3 * result["update_arithmetic_ms"]
+
+    def beside(ms: float, name: str, floor: float) -> str:
+        return f"{ms / floor:.2f} × {name} ({floor:.3g} ms)"
+
+    return [
+        ("emulator, random actions", f"{games / emulator * 1e3:.2f}", f"{emulator:,.0f} steps", "", "CPU cores"),
+        (
+            f"collect, planned with k = {k}",
+            f"{games / collect * 1e3:.2f}",
+            f"{collect:,.0f} steps",
+            f"{result['collect_over_emulator']:.2f} of the emulator's rate",
+            "the emulator" if hidden else "emulator and planning in turn",
+        ),
+        (
+            "plan for all games",
+            f"{plan:.2f}",
+            f"{games / plan * 1e3:,.0f} plans",
+            f"{beside(plan, 'plain network', result['plan_network_ms'])}\n"
+            + beside(plan, "arithmetic", result["plan_arithmetic_ms"]),
+            "arithmetic" if plan < 3 * result["plan_arithmetic_ms"] else "memory and launches",
+        ),
+        (
+            "update with its data",
+            f"{update:.3f}",
+            f"{1e3 / update:,.0f} updates",
+            f"{beside(update, 'plain update', result['update_eager_ms'])}\n"
+            + beside(update, "arithmetic", result["update_arithmetic_ms"]),
+            "waiting for data" if waits else "latency of many small kernels" if small else "arithmetic",
+        ),
+    ]
 
 
 def timed(work: Callable[[], Any], seconds: float, device: torch.device) -> float:

@@ -5,7 +5,9 @@ generators of their own. So whatever was interrupted can be played again, by any
 """
 
 import time
+from collections import deque
 from collections.abc import Iterator, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -16,7 +18,7 @@ from presage.agent import Agent
 from presage.arena import Arena, Array, Chooser, Turn, play
 from presage.config import Config
 from presage.progress import Bar, Interrupt
-from presage.store import HELDOUT, ShardWriter, Store, shard_lengths, shard_path
+from presage.store import HELDOUT, Episodes, ShardWriter, Store, shard_lengths, shard_path
 from presage.tasks import Spec, Task
 
 ARENA, CHOOSER = 1, 2  # which generator a seed is for
@@ -65,47 +67,37 @@ def collect_shard(
     shard: int,
     interrupt: Interrupt,
     store: Store | None = None,
+    start: int = 0,
 ) -> dict[str, Any]:
-    """Play one shard, at random where there is no agent yet; what it took and scored. Frames go to a store's room."""
-    place, tasks = (config.seed, iteration, shard), arenas[0].tasks
-    lengths = shard_lengths(config, iteration)
+    """Play one shard, at random where there is no agent yet; what it took and scored.
+
+    store: frames are also left where it would unpack them, if the shard's rows begin at `start`.
+    """
+    tasks, lengths = arenas[0].tasks, shard_lengths(config, iteration)
     steps, envs = lengths[shard], config.data.envs
-    if any(arena.prepared is None for arena in arenas):
-        prepare(config, arenas, iteration, shard)  # all groups at once
-    plays = []
-    for group, arena in enumerate(arenas):
-        seed = whole_seed(*place, CHOOSER, group)
-        if agent is None:
-            choose = random_chooser(tasks, arena.envs, seed)
-        else:
-            choose = agent.planner([Spec.of(task) for task in tasks for _ in range(arena.envs)], seed)
-        plays.append(play(arena, choose, (*place, ARENA, group)))
     described = {"iteration": iteration, "shard": shard, "seed": config.seed, "planned": agent is not None}
     writers = [
         ShardWriter(
             shard_path(run, iteration, shard, task.name),
             task,
             described,
-            None if store is None else store.room(i * envs * steps, envs, steps),
+            None if store is None else store.room(start + i * envs * steps, envs, steps),
         )
         for i, task in enumerate(tasks)
     ]
     began = playing = time.monotonic()
     name = "held out" if shard == HELDOUT else f"{shard} of {len(lengths) - 1}"
     rows = envs * len(tasks)
-    try:
-        with Bar(f"iteration {iteration}: play, shard {name}", steps * rows, "steps") as bar:
-            # Each group's next step is under way while the others' turns are taken and planned for.
-            for number, turns in zip(range(steps), zip(*plays, strict=True), strict=False):
-                playing = time.monotonic() if number == 0 else playing  # emulators have started
-                for index, writer in enumerate(writers):
-                    writer.add(of_task(turns, index, envs // len(arenas)))
-                bar.advance(rows)
-                interrupt.check()
-        episodes = {task.name: writer.close() for task, writer in zip(tasks, writers, strict=True)}
-    finally:
-        for writer in writers:
-            writer.packer.shutdown(cancel_futures=True)
+    with (
+        Recorder(writers, envs // len(arenas)) as recorder,
+        Bar(f"iteration {iteration}: play, shard {name}", steps * rows, "steps") as bar,
+    ):
+        for number, turns in zip(range(steps), plays(config, arenas, agent, iteration, shard), strict=False):
+            playing = time.monotonic() if number == 0 else playing  # emulators have started
+            recorder.add(turns)
+            bar.advance(rows)
+            interrupt.check()
+        episodes = dict(zip([task.name for task in tasks], recorder.close(), strict=True))
     return {
         "shard": shard,
         "steps": steps * rows,
@@ -114,6 +106,58 @@ def collect_shard(
         "bytes": sum(writer.path.stat().st_size for writer in writers),
         "games": {name: {"episodes": e.number, "mean_score": e.mean} for name, e in episodes.items()},
     }
+
+
+def plays(
+    config: Config, arenas: Sequence[Arena], agent: Agent | None, iteration: int, shard: int
+) -> Iterator[tuple[Turn, ...]]:
+    """A turn of every group at a time. Each group's next step is under way while the others are planned for."""
+    place, tasks = (config.seed, iteration, shard), arenas[0].tasks
+    if any(arena.prepared is None for arena in arenas):
+        prepare(config, arenas, iteration, shard)  # all groups at once
+    groups = []
+    for group, arena in enumerate(arenas):
+        seed = whole_seed(*place, CHOOSER, group)
+        if agent is None:
+            choose = random_chooser(tasks, arena.envs, seed)
+        else:
+            choose = agent.planner([Spec.of(task) for task in tasks for _ in range(arena.envs)], seed)
+        groups.append(play(arena, choose, (*place, ARENA, group)))
+    return zip(*groups, strict=True)
+
+
+class Recorder:
+    """Gives turns to the writers of all tasks, each in a thread of its own: zlib lets go of the interpreter, so that
+    packing hides behind the emulator."""
+
+    BEHIND = 100  # turns that a writer may be behind, at most
+
+    def __init__(self, writers: Sequence[ShardWriter], envs: int):
+        self.writers, self.envs = writers, envs
+        self.threads = [ThreadPoolExecutor(1) for _ in writers]
+        self.pending: deque[list[Future[None]]] = deque()
+
+    def __enter__(self) -> "Recorder":
+        return self
+
+    def add(self, turns: Sequence[Turn]) -> None:
+        self.pending.append([t.submit(self._add, turns, i) for i, t in enumerate(self.threads)])
+        if len(self.pending) > self.BEHIND:
+            for future in self.pending.popleft():
+                future.result()
+
+    def _add(self, turns: Sequence[Turn], task: int) -> None:
+        self.writers[task].add(of_task(turns, task, self.envs))
+
+    def close(self) -> list[Episodes]:
+        for futures in self.pending:
+            for future in futures:
+                future.result()
+        return [f.result() for f in [t.submit(w.close) for t, w in zip(self.threads, self.writers, strict=True)]]
+
+    def __exit__(self, *_: object) -> None:
+        for thread in self.threads:
+            thread.shutdown(cancel_futures=True)
 
 
 def of_task(turns: Sequence[Turn], task: int, envs: int) -> Turn:

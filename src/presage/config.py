@@ -26,7 +26,7 @@ class DataConfig:
     """Cases a game in every later iteration, played by planning."""
     heldout_steps: int = 8_000
     """Further cases a game and iteration that are never trained on."""
-    shard_steps: int = 100_000
+    shard_steps: int = 200_000
     """Cases a game in one shard, at most: what an interruption repeats."""
     envs: int = 64
     """Games of each kind played in parallel."""
@@ -38,6 +38,8 @@ class DataConfig:
     """Chance that the emulator repeats the previous action instead (0: as in the paper)."""
     horizon: int = 25
     """Steps looked ahead."""
+    overlap: bool = False
+    """Play the next iteration while this one trains, with the network of the iteration before (from the third on)."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +114,7 @@ class MachineConfig:
 class Config:
     """One experiment."""
 
-    preset: Literal["paper", "quickstart", "debug"] = "paper"
+    preset: Literal["paper", "paper-overlap", "quickstart", "debug"] = "paper"
     """Where every other default comes from."""
     games: tuple[str, ...] = ("pong", "breakout", "demon_attack")
     """Games to learn at once, with one network."""
@@ -132,6 +134,8 @@ class Config:
 PRESETS: dict[str, Config] = {
     # Every number of the paper.
     "paper": Config(),
+    # The same amounts, but emulator and GPU work at the same time: data are one network older than in the paper.
+    "paper-overlap": Config(preset="paper-overlap", data=DataConfig(overlap=True)),
     # Ten minutes on two CPU cores: little data, a narrow network, a high learning rate, one iteration of planned play.
     "quickstart": Config(
         preset="quickstart",

@@ -6,17 +6,18 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from presage import __version__, checkpoint
 from presage.agent import Agent, device_of, load, read_config
-from presage.arena import rehearse
+from presage.arena import Arena, rehearse
 from presage.checkpoint import Position
 from presage.collect import collect_shard, open_arenas, prepare
 from presage.config import Config, differences, to_json, with_fields
@@ -64,7 +65,10 @@ def train(
 
 def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
     check_request(config, tasks, path)
-    with locked(path), Interrupt() as interrupt, open_arenas(config, tasks) as arenas:
+    with ExitStack() as stack:
+        stack.enter_context(locked(path))
+        interrupt = stack.enter_context(Interrupt())
+        arenas = stack.enter_context(open_arenas(config, tasks))
         agree(path, config, tasks)
         device = device_of(config.machine.device)
         fix_threads(config)
@@ -76,23 +80,20 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
         metrics.log("start", position.iteration, provenance(device))
         store = Store(tasks, announced_budget(config, tasks, model, device), device)
         updater = Updater(model, optimizer, store, config)
+        player = stack.enter_context(Player(path, config, arenas, store, interrupt))
         for iteration in range(1, config.iterations + 1):
-            # Play, unless it was played before.
-            for shard in range(len(shard_lengths(config, iteration))):
-                missing = not all(file.exists() for file in shard_files(path, iteration, shard, tasks))
-                if missing:
-                    agent = None if iteration == 1 else load(path, iteration - 1, config.machine.device)
-                    played = collect_shard(path, config, arenas, agent, iteration, shard, interrupt, store)
-                    metrics.log("collect", iteration, played)
-                for index, file in enumerate(shard_files(path, iteration, shard, tasks)):
-                    store.add(file, iteration, index, heldout=shard == HELDOUT, unpacked=missing and store.keeps)
-                interrupt.check()
+            # Play, unless it was played before; or take what was played meanwhile.
+            for played in player.shards(iteration):
+                if played.measured:
+                    metrics.log("collect", iteration, played.measured)
+                for index, file in enumerate(shard_files(path, iteration, played.shard, tasks)):
+                    fresh = bool(played.measured) and store.keeps
+                    store.add(file, iteration, index, heldout=played.shard == HELDOUT, unpacked=fresh)
+            interrupt.check()
             clock.lap("collect")
             if position.is_past(iteration):
                 continue
-
-            if iteration < config.iterations:
-                prepare(config, arenas, iteration + 1, HELDOUT)  # the CPU's cores are idle while a GPU trains
+            player.look_ahead(iteration)
 
             # Learn, from where a checkpoint inside this iteration left off.
             def save(update: int, iteration: int = iteration) -> None:
@@ -134,6 +135,67 @@ def check_request(config: Config, tasks: Sequence[Task], path: Path) -> None:
     for task in tasks:
         if not isinstance(task, AtariTask):
             rehearse(task)
+
+
+class Played(NamedTuple):
+    shard: int
+    measured: dict[str, Any]  # empty where it was played before
+
+
+class Player:
+    """Plays iterations when they are asked for or, with `overlap`, in a thread while the one before trains."""
+
+    def __init__(self, path: Path, config: Config, arenas: Sequence[Arena], store: Store, interrupt: Interrupt):
+        self.path, self.config, self.arenas = path, config, arenas
+        self.store, self.interrupt = store, interrupt
+        self.thread = ThreadPoolExecutor(1)
+        self.ahead: dict[int, Future[list[Played]]] = {}
+
+    def __enter__(self) -> "Player":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.ahead:  # nobody will take it: stop playing
+            self.interrupt.wanted = True
+        self.thread.shutdown()
+
+    def shards(self, iteration: int) -> list[Played]:
+        ahead = self.ahead.pop(iteration, None)
+        return ahead.result() if ahead else self._play(iteration)
+
+    def look_ahead(self, iteration: int) -> None:
+        """This iteration is about to train: play the next one meanwhile, or at least start its emulators."""
+        if iteration == self.config.iterations:
+            return
+        if self.config.data.overlap and iteration > 1:
+            self.ahead[iteration + 1] = self.thread.submit(self._play, iteration + 1)
+        else:
+            prepare(self.config, self.arenas, iteration + 1, HELDOUT)
+
+    def _play(self, iteration: int) -> list[Played]:
+        tasks, device = self.arenas[0].tasks, self.store.device
+        own = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        start, done = self.store.size, []
+        with torch.cuda.stream(own):  # nothing where there is no GPU
+            for shard, length in enumerate(shard_lengths(self.config, iteration)):
+                measured = {}
+                if not all(file.exists() for file in shard_files(self.path, iteration, shard, tasks)):
+                    measured = collect_shard(
+                        self.path, self.config, self.arenas, self._agent(iteration), iteration, shard, self.interrupt,
+                        self.store, start,
+                    )  # fmt: skip
+                done.append(Played(shard, measured))
+                start += length * self.config.data.envs * len(tasks)
+        if own is not None:
+            own.synchronize()
+        return done
+
+    def _agent(self, iteration: int) -> Agent | None:
+        """Who plays: nobody yet, the iteration before's, or with overlap the newest that is finished by then."""
+        if iteration == 1:
+            return None
+        older = self.config.data.overlap and iteration > 2
+        return load(self.path, iteration - 2 if older else iteration - 1, self.config.machine.device)
 
 
 def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -> list[Path]:

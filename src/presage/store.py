@@ -10,7 +10,6 @@ import math
 import os
 import zlib
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice, pairwise
 from pathlib import Path
@@ -64,18 +63,16 @@ class ShardWriter:
     def __init__(self, path: Path, task: Task, metadata: dict[str, Any], room: Tensor | None = None):
         self.path, self.task, self.metadata, self.room = path, task, metadata, room
         self.turns: list[Turn] = []  # without frames
-        self.packed: list[Future[list[bytes]]] = []
-        self.packer = ThreadPoolExecutor(1)  # zlib lets go of the interpreter, so packing hides behind the emulator
+        self.packed: list[list[bytes]] = []  # their frames
 
     def add(self, turn: Turn) -> None:
         if self.room is not None:
             self.room[:, len(self.turns)] = torch.from_numpy(turn.frames)
-        self.packed.append(self.packer.submit(lambda: [zlib.compress(frame, 1) for frame in turn.frames]))
+        self.packed.append([zlib.compress(frame, 1) for frame in turn.frames])
         self.turns.append(turn._replace(frames=np.empty(0)))
 
     def close(self) -> Episodes:
-        blobs = [blob for env in zip(*(future.result() for future in self.packed), strict=True) for blob in env]
-        self.packer.shutdown()
+        blobs = [blob for env in zip(*self.packed, strict=True) for blob in env]
 
         def column(name: str, dtype: Any) -> Tensor:  # [T][E] -> [E, T]
             return torch.from_numpy(np.stack([getattr(turn, name) for turn in self.turns], 1).astype(dtype))
@@ -273,12 +270,11 @@ class Store:
         """Frames lie unpacked in memory, on the GPU or the host."""
         return isinstance(self.frames, Resident)
 
-    def room(self, skip: int, envs: int, length: int) -> Tensor | None:
-        """Where the next shards' frames would be unpacked, past `skip` rows: [envs, length, 84, 84]; not on disk."""
-        start, stop = self.size + skip, self.size + skip + envs * length
+    def room(self, start: int, envs: int, length: int) -> Tensor | None:
+        """Where the frames of a shard that starts at that row would be unpacked [envs, length, 84, 84]; not on disk."""
         if not isinstance(self.frames, Resident):
             return None
-        return self.frames.frames[start:stop].view(envs, length, FRAME, FRAME)
+        return self.frames.frames[start : start + envs * length].view(envs, length, FRAME, FRAME)
 
     def add(self, path: Path, iteration: int, task: int, heldout: bool, unpacked: bool = False) -> None:
         """Take a shard in; `unpacked`: its frames were left in the room for them when it was played."""
