@@ -56,6 +56,7 @@ class Branch:
     def __init__(self, device: torch.device):
         self.stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
         self.held: list[Any] = []
+        self.apart = False  # since the last join
 
     @contextmanager
     def beside(self, *used: Any) -> Iterator[None]:
@@ -64,11 +65,13 @@ class Branch:
             yield
             return
         self.held += used
+        self.apart = True
         self.stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(self.stream):
             yield
 
     def join(self) -> None:
-        if self.stream is not None:
+        if self.stream is not None and self.apart:
             torch.cuda.current_stream().wait_stream(self.stream)
             self.held.clear()
+            self.apart = False

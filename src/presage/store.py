@@ -9,9 +9,10 @@ import json
 import math
 import os
 import zlib
-from collections.abc import Iterator, Sequence
+from bisect import bisect_right
+from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -26,10 +27,10 @@ from presage.events import stack_ages
 from presage.files import checksum, encode_tensors, read_tensors, write_bytes
 from presage.tasks import FRAME, STACK, Task
 
-FORMAT = "presage-shard-1"
+FORMAT = "presage-shard-2"
 FRAME_BYTES = FRAME * FRAME
-UNPACKED = 512  # frames unpacked at a time
-ROW_BYTES = 3 + 8  # control, events and age of a step, and where its frame lies
+RUN = 8  # consecutive steps whose frames are packed together: half the size of single ones, and still quick to read
+ROW_BYTES = 3 + 1  # control, events and age of a step, and its share of where its run of frames lies
 DIED, SCORED, LAST = 1, 2, 4  # bits of a step's events; last: of an episode or a recording
 HELDOUT = 0  # the number of each iteration's shard that is never trained on
 
@@ -63,15 +64,24 @@ class ShardWriter:
     def __init__(self, path: Path, task: Task, metadata: dict[str, Any], room: Tensor | None = None):
         self.path, self.task, self.metadata, self.room = path, task, metadata, room
         self.turns: list[Turn] = []  # without frames
-        self.packed: list[list[bytes]] = []  # their frames
+        self.recent: list[Array] = []  # frames not yet packed, [E, 84, 84] each
+        self.packed: list[list[bytes]] = []  # a run of every environment
 
     def add(self, turn: Turn) -> None:
         if self.room is not None:
             self.room[:, len(self.turns)] = torch.from_numpy(turn.frames)
-        self.packed.append([zlib.compress(frame, 1) for frame in turn.frames])
+        self.recent.append(turn.frames)
         self.turns.append(turn._replace(frames=np.empty(0)))
+        if len(self.recent) == RUN:
+            self._pack()
+
+    def _pack(self) -> None:
+        self.packed.append([zlib.compress(run, 1) for run in np.stack(self.recent, 1)])  # [E][RUN, 84, 84]
+        self.recent.clear()
 
     def close(self) -> Episodes:
+        if self.recent:
+            self._pack()
         blobs = [blob for env in zip(*self.packed, strict=True) for blob in env]
 
         def column(name: str, dtype: Any) -> Tensor:  # [T][E] -> [E, T]
@@ -79,7 +89,7 @@ class ShardWriter:
 
         tensors = {
             "frames": torch.frombuffer(bytearray(b"".join(blobs)), dtype=torch.uint8),  # zlib streams, env by env
-            "frame_ends": torch.tensor([len(blob) for blob in blobs]).cumsum(0),  # [E * T]
+            "run_ends": torch.tensor([len(blob) for blob in blobs]).cumsum(0),  # [E * runs]
             "actions": column("actions", np.uint8),
             "rewards": column("rewards", np.float32),
             "died": column("died", np.bool_),
@@ -121,13 +131,9 @@ def read_shard(path: Path) -> dict[str, Tensor]:
         raise RunError(f"{error} It is not trained on; delete it and it will be played again.") from None
 
 
-def unpack(frames: Tensor, ends: Tensor) -> Iterator[Array]:
-    """The frames uint8 [84, 84] behind the zlib streams."""
-    data = memoryview(frames.numpy())  # type: ignore[arg-type]
-    start = 0
-    for end in ends.tolist():
-        yield np.frombuffer(zlib.decompress(data[start:end]), np.uint8).reshape(FRAME, FRAME)
-        start = end
+def unpack(packed: bytes | memoryview) -> Array:
+    """A run's frames uint8 [n, 84, 84]."""
+    return np.frombuffer(zlib.decompress(packed), np.uint8).reshape(-1, FRAME, FRAME)
 
 
 class Resident:
@@ -138,42 +144,59 @@ class Resident:
         self.frames = torch.empty((capacity, FRAME, FRAME), dtype=torch.uint8, device=device)
 
     def add(self, start: int, shard: dict[str, Tensor], path: Path) -> None:  # noqa: ARG002
-        frames = unpack(shard["frames"], shard["frame_ends"])
-        for row in range(start, start + len(shard["frame_ends"]), UNPACKED):
-            some = np.stack(list(islice(frames, UNPACKED)))
-            self.frames[row : row + len(some)] = torch.from_numpy(some)
+        data = memoryview(shard["frames"].numpy())  # type: ignore[arg-type]
+        bounds = [0, *shard["run_ends"].tolist()]
+        for first, last in pairwise(bounds):  # in the order of the rows
+            run = torch.from_numpy(unpack(data[first:last]).copy())
+            self.frames[start : start + len(run)] = run
+            start += len(run)
 
     def at(self, rows: Tensor) -> Tensor:
         """uint8 [..., 84, 84]"""
         return self.frames[rows]
 
 
+class Packed(NamedTuple):
+    """A shard's frames on disk."""
+
+    path: Path
+    length: int  # steps of each environment
+    bounds: Tensor  # int64 [runs + 1]: where in the file each run begins and ends
+
+
 class Streamed:
     """Frames left on disk, read and unpacked when they are asked for."""
 
-    def __init__(self, capacity: int):
-        self.starts = torch.empty(capacity, dtype=torch.int64)  # where in its file a row's frame starts
+    def __init__(self) -> None:
         self.first_rows: list[int] = []
-        self.paths: list[Path] = []
+        self.shards: list[Packed] = []
 
     def add(self, start: int, shard: dict[str, Tensor], path: Path) -> None:
-        ends = shard["frame_ends"]
         header, data = read_header(path)
         first = data + int(header["frames"]["data_offsets"][0])
-        self.starts[start : start + len(ends)] = first + torch.cat([ends.new_zeros(1), ends[:-1]])
+        bounds = first + torch.cat([torch.zeros(1, dtype=torch.int64), shard["run_ends"]])
         self.first_rows.append(start)
-        self.paths.append(path)
+        self.shards.append(Packed(path, shard["actions"].shape[1], bounds))
 
     def at(self, rows: Tensor) -> Tensor:
-        flat = rows.flatten()
-        owners = torch.searchsorted(torch.tensor(self.first_rows), flat, right=True) - 1
-        out = np.empty((len(flat), FRAME_BYTES), np.uint8)
-        for i, (owner, start) in enumerate(zip(owners.tolist(), self.starts[flat].tolist(), strict=True)):
-            with self.paths[owner].open("rb", buffering=0) as file:  # opened each time: shards may be thousands
-                file.seek(start)
-                packed = file.read(FRAME_BYTES + 1024)  # a zlib stream knows its own end, and none is longer
-            out[i] = np.frombuffer(zlib.decompressobj().decompress(packed), np.uint8)
+        flat = rows.flatten().tolist()
+        out = np.empty((len(flat), FRAME, FRAME), np.uint8)
+        runs: dict[tuple[int, int], Array] = {}  # a stack's frames are mostly of one run: it is read once
+        for i, row in enumerate(flat):
+            owner = bisect_right(self.first_rows, row) - 1
+            shard = self.shards[owner]
+            env, step = divmod(row - self.first_rows[owner], shard.length)
+            run = env * math.ceil(shard.length / RUN) + step // RUN
+            if (owner, run) not in runs:
+                runs[owner, run] = self._read(shard, run)
+            out[i] = runs[owner, run][step % RUN]
         return torch.from_numpy(out).view(*rows.shape, FRAME, FRAME)
+
+    def _read(self, shard: Packed, run: int) -> Array:
+        start, stop = shard.bounds[run : run + 2].tolist()
+        with shard.path.open("rb", buffering=0) as file:  # opened each time: shards may be thousands
+            file.seek(start)
+            return unpack(file.read(stop - start))
 
 
 def read_header(path: Path) -> tuple[dict[str, Any], int]:
@@ -262,7 +285,7 @@ class Store:
         self.codes = torch.zeros(budget.rows, dtype=code, device=self.home)  # which control was played
         self.events = torch.zeros(budget.rows, dtype=torch.uint8, device=self.home)  # see DIED, SCORED, LAST
         self.ages = torch.zeros(budget.rows, dtype=torch.uint8, device=self.home)  # older frames in its stack, to 3
-        self.frames = Streamed(budget.rows) if budget.place == "disk" else Resident(budget.rows, self.home)
+        self.frames = Streamed() if budget.place == "disk" else Resident(budget.rows, self.home)
         self.back = torch.arange(STACK - 1, -1, -1, device=self.home)  # [3, 2, 1, 0]
 
     @property
