@@ -6,6 +6,7 @@ from pathlib import Path
 import pytest
 
 from conftest import cli
+from presage.bench import stages
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -124,6 +125,16 @@ def test_bench_json_has_the_promised_fields():
     promised = {"device", "emulator_steps_per_s", "collect_steps_per_s", "collect_over_emulator", "update_ms"}
     assert set(result) >= promised | {"update_eager_ms", "plan_ms", "plan_over_network", "data_wait_fraction"}
     assert all(value > 0 for name, value in result.items() if isinstance(value, float) and name != "data_wait_fraction")
+    rows = stages(result)
+    assert [row[0].split(",")[0] for row in rows] == [
+        "emulator",
+        "collect",
+        "plan for all games",
+        "update with its data",
+    ]
+    assert rows[1][4] == "emulator and planning in turn"  # one group: nothing hides planning
+    fast = result | {"groups": 2, "plan_ms": 1e-3, "data_wait_fraction": 0.5}
+    assert [row[4] for row in stages(fast)][1::2] == ["the emulator", "waiting for data"]
 
 
 def test_games_and_doctor_tell_what_is_here():

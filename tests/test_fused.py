@@ -14,15 +14,18 @@ if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
+from conftest import TINY
 from presage import fused_perception, fused_prediction
-from presage.batches import Batch
+from presage.batches import Batch, assemble
 from presage.config import ModelConfig, TrainConfig
 from presage.events import Targets
 from presage.fused import Learner, fits
 from presage.fused_perception import block_weights, blocks, matrices, unblocked
 from presage.fused_prediction import Weights, last_states
+from presage.games import find
 from presage.graphs import Branch
 from presage.model import Model, Perception, loss
+from presage.store import Budget, Store, shard_path
 from presage.training import make_optimizer, set_rate, update_once
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
@@ -140,6 +143,26 @@ def test_whole_updates_with_clamp_weight_decay_and_adam():
         for key in ("exp_avg", "exp_avg_sq", "step"):
             torch.testing.assert_close(states[1][i][key], states[0][i][key], rtol=2e-2, atol=1e-4)
             assert states[1][i][key].stride() == states[0][i][key].stride()
+
+
+def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run):
+    """Frames taken from where they lie, controls and targets made on the way: the same loss and weights."""
+    tasks = find(TINY["games"])
+    store = Store(tasks, Budget(1024, "gpu" if DEVICE.type == "cuda" else "memory", {}), DEVICE)
+    for index, task in enumerate(tasks):
+        store.add(shard_path(tiny_run.path, 1, 1, task.name), 1, index, heldout=False)
+    torch.manual_seed(5)
+    rows = torch.randint(0, store.size, (4,), device=DEVICE)
+    one = Model(ModelConfig(channels=(16, 16, 16), state_size=12, hidden_size=20)).to(DEVICE).train()
+    models, losses = (one, copy.deepcopy(one)), []
+    for model, from_store in zip(models, (True, False), strict=True):
+        optimizer = make_optimizer(model, TrainConfig())
+        set_rate(optimizer, 1e-2)
+        learner = Learner(model, optimizer, 1.0, torch.float32)
+        losses.append(learner.update_from(store, rows, 3) if from_store else learner.update(assemble(store, rows, 3)))
+    torch.testing.assert_close(*losses)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(p, q)
 
 
 def test_the_kernels_are_used_only_where_they_fit():

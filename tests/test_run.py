@@ -14,7 +14,12 @@ import pytest
 import presage
 from conftest import TINY, cli, weights
 from presage import checkpoint
+from presage.agent import load
+from presage.collect import collect_shard, open_arenas
+from presage.games import find
+from presage.progress import Interrupt
 from presage.run import Run, add_line, read_lines
+from presage.store import shard_path
 
 ARGUMENTS = ("train", "--preset", "debug", "--games", *TINY["games"], "--seed", TINY["seed"])
 # Kills the process, without a chance to tidy up, at the n-th call of a function.
@@ -77,6 +82,51 @@ def test_killed_again_and_again_it_still_ends_the_same(tiny_run, tmp_path):
         assert attempts < 10
     assert attempts > 3
     assert weights(run) == weights(tiny_run.path)
+
+
+OVERLAP = (*ARGUMENTS, "--overlap", "--iterations", 4)
+
+
+@pytest.fixture(scope="module")
+def overlapped(tmp_path_factory) -> Run:
+    path = tmp_path_factory.mktemp("overlap") / "run"
+    return presage.train("debug", path, **TINY, overlap=True, iterations=4)
+
+
+def test_overlapped_play_is_by_the_newest_network_that_was_finished(overlapped, tiny_run, tmp_path):
+    """Iteration 2 by network 1, as without overlap; iteration 3 by network 1 and 4 by network 2, while 2 and 3 train."""
+    path, tasks = overlapped.path, find(TINY["games"])
+    for iteration, player in ((2, 1), (3, 1), (4, 2)):
+        with open_arenas(overlapped.config, tasks) as arenas:
+            collect_shard(tmp_path, overlapped.config, arenas, load(path, player), iteration, 1, Interrupt())
+        for task in tasks:
+            mine, theirs = (shard_path(run, iteration, 1, task.name).read_bytes() for run in (tmp_path, path))
+            assert mine == theirs, (iteration, task.name)
+    same = {name: data for name, data in weights(path).items() if name in ("iter-01", "iter-02")}
+    assert same == weights(tiny_run.path)
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "n"), [("presage.training", "update_once", 27), ("presage.collect", "of_task", 700)]
+)
+def test_killed_while_playing_and_training_at_once_it_ends_with_the_same_bits(overlapped, tmp_path, module, name, n):
+    run = tmp_path / "run"
+    code = KILL_AT.format(module=module, name=name, n=n)
+    killed = cli(*OVERLAP, "--run", run, code=f"exec({code!r})")
+    assert killed.returncode == -signal.SIGKILL, killed.stderr
+    again = cli(*OVERLAP, "--run", run)
+    assert again.returncode == 0, again.stderr
+    assert weights(run) == weights(overlapped.path)
+
+
+def test_ctrl_c_stops_play_and_training_together(overlapped, tmp_path):
+    run = tmp_path / "run"
+    code = KILL_AT.format(module="presage.training", name="update_once", n=25).replace("SIGKILL", "SIGINT")
+    done = cli(*OVERLAP, "--run", run, code=f"exec({code!r})", timeout=120)
+    assert done.returncode == 130, done.stderr
+    again = cli(*OVERLAP, "--run", run)
+    assert again.returncode == 0, again.stderr
+    assert weights(run) == weights(overlapped.path)
 
 
 def test_a_finished_run_says_so_and_changes_nothing(tiny_run):

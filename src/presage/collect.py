@@ -6,15 +6,16 @@ generators of their own. So whatever was interrupted can be played again, by any
 
 import time
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 
-from presage.agent import Agent
+from presage.agent import Agent, load
 from presage.arena import Arena, Array, Chooser, Turn, play
 from presage.config import Config
 from presage.progress import Bar, Interrupt
@@ -164,3 +165,72 @@ def of_task(turns: Sequence[Turn], task: int, envs: int) -> Turn:
     """One task's rows of every group's turn, `envs` of each."""
     mine = slice(task * envs, (task + 1) * envs)
     return Turn(*(np.concatenate([part[mine] for part in parts]) for parts in zip(*turns, strict=True)))
+
+
+def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -> list[Path]:
+    return [shard_path(path, iteration, shard, task.name) for task in tasks]
+
+
+class Player:
+    """Plays iterations when they are asked for or, with `overlap`, in a thread while the one before trains."""
+
+    def __init__(
+        self,
+        path: Path,
+        config: Config,
+        arenas: Sequence[Arena],
+        store: Store,
+        log: Callable[[int, dict[str, Any]], None],
+        interrupt: Interrupt,
+    ):
+        self.path, self.config, self.arenas = path, config, arenas
+        self.store, self.log, self.interrupt = store, log, interrupt
+        self.thread = ThreadPoolExecutor(1)
+        self.ahead: dict[int, Future[list[bool]]] = {}
+
+    def __enter__(self) -> "Player":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.ahead:  # nobody will take it: stop playing
+            self.interrupt.wanted = True
+        self.thread.shutdown()
+
+    def shards(self, iteration: int) -> list[bool]:
+        """When all of an iteration's shards are there; of each, whether it was played just now, into the store."""
+        ahead = self.ahead.pop(iteration, None)
+        return ahead.result() if ahead else self._play(iteration)
+
+    def look_ahead(self, iteration: int) -> None:
+        """This iteration is about to train: play the next one meanwhile, or at least start its emulators."""
+        if iteration == self.config.iterations:
+            return
+        if self.config.data.overlap and iteration > 1:
+            self.ahead[iteration + 1] = self.thread.submit(self._play, iteration + 1)
+        else:
+            prepare(self.config, self.arenas, iteration + 1, HELDOUT)
+
+    def _play(self, iteration: int) -> list[bool]:
+        tasks, device = self.arenas[0].tasks, self.store.device
+        own = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+        start, fresh = self.store.size, []
+        with torch.cuda.stream(own):  # so that it runs beside training; nothing where there is no GPU
+            for shard, length in enumerate(shard_lengths(self.config, iteration)):
+                fresh.append(not all(file.exists() for file in shard_files(self.path, iteration, shard, tasks)))
+                if fresh[-1]:
+                    measured = collect_shard(
+                        self.path, self.config, self.arenas, self._agent(iteration), iteration, shard, self.interrupt,
+                        self.store, start,
+                    )  # fmt: skip
+                    self.log(iteration, measured)
+                start += length * self.config.data.envs * len(tasks)
+        if own is not None:
+            own.synchronize()
+        return fresh
+
+    def _agent(self, iteration: int) -> Agent | None:
+        """Who plays: nobody yet, the iteration before's, or with overlap the newest that is finished by then."""
+        if iteration == 1:
+            return None
+        older = self.config.data.overlap and iteration > 2
+        return load(self.path, iteration - 2 if older else iteration - 1, self.config.machine.device)

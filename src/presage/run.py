@@ -6,20 +6,19 @@ import os
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 
 from presage import __version__, checkpoint
 from presage.agent import Agent, device_of, load, read_config
-from presage.arena import Arena, rehearse
+from presage.arena import rehearse
 from presage.checkpoint import Position
-from presage.collect import collect_shard, open_arenas, prepare
+from presage.collect import Player, open_arenas, shard_files
 from presage.config import Config, differences, to_json, with_fields
 from presage.config import preset as preset_config
 from presage.errors import RunError, UsageError
@@ -28,7 +27,7 @@ from presage.files import write_bytes, write_json
 from presage.games import AtariTask, find
 from presage.model import Model
 from presage.progress import Interrupt, say
-from presage.store import HELDOUT, Budget, Store, budget, gpu_memory, machine_memory, shard_lengths, shard_path
+from presage.store import HELDOUT, Budget, Store, budget, gpu_memory, machine_memory, shard_path
 from presage.tasks import Spec, Task
 from presage.training import Updater, heldout, make_optimizer, train_phase
 
@@ -80,15 +79,12 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
         metrics.log("start", position.iteration, provenance(device))
         store = Store(tasks, announced_budget(config, tasks, model, device), device)
         updater = Updater(model, optimizer, store, config)
-        player = stack.enter_context(Player(path, config, arenas, store, interrupt))
+        player = stack.enter_context(Player(path, config, arenas, store, partial(metrics.log, "collect"), interrupt))
         for iteration in range(1, config.iterations + 1):
             # Play, unless it was played before; or take what was played meanwhile.
-            for played in player.shards(iteration):
-                if played.measured:
-                    metrics.log("collect", iteration, played.measured)
-                for index, file in enumerate(shard_files(path, iteration, played.shard, tasks)):
-                    fresh = bool(played.measured) and store.keeps
-                    store.add(file, iteration, index, heldout=played.shard == HELDOUT, unpacked=fresh)
+            for shard, fresh in enumerate(player.shards(iteration)):
+                for index, file in enumerate(shard_files(path, iteration, shard, tasks)):
+                    store.add(file, iteration, index, heldout=shard == HELDOUT, unpacked=fresh and store.keeps)
             interrupt.check()
             clock.lap("collect")
             if position.is_past(iteration):
@@ -135,71 +131,6 @@ def check_request(config: Config, tasks: Sequence[Task], path: Path) -> None:
     for task in tasks:
         if not isinstance(task, AtariTask):
             rehearse(task)
-
-
-class Played(NamedTuple):
-    shard: int
-    measured: dict[str, Any]  # empty where it was played before
-
-
-class Player:
-    """Plays iterations when they are asked for or, with `overlap`, in a thread while the one before trains."""
-
-    def __init__(self, path: Path, config: Config, arenas: Sequence[Arena], store: Store, interrupt: Interrupt):
-        self.path, self.config, self.arenas = path, config, arenas
-        self.store, self.interrupt = store, interrupt
-        self.thread = ThreadPoolExecutor(1)
-        self.ahead: dict[int, Future[list[Played]]] = {}
-
-    def __enter__(self) -> "Player":
-        return self
-
-    def __exit__(self, *_: object) -> None:
-        if self.ahead:  # nobody will take it: stop playing
-            self.interrupt.wanted = True
-        self.thread.shutdown()
-
-    def shards(self, iteration: int) -> list[Played]:
-        ahead = self.ahead.pop(iteration, None)
-        return ahead.result() if ahead else self._play(iteration)
-
-    def look_ahead(self, iteration: int) -> None:
-        """This iteration is about to train: play the next one meanwhile, or at least start its emulators."""
-        if iteration == self.config.iterations:
-            return
-        if self.config.data.overlap and iteration > 1:
-            self.ahead[iteration + 1] = self.thread.submit(self._play, iteration + 1)
-        else:
-            prepare(self.config, self.arenas, iteration + 1, HELDOUT)
-
-    def _play(self, iteration: int) -> list[Played]:
-        tasks, device = self.arenas[0].tasks, self.store.device
-        own = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        start, done = self.store.size, []
-        with torch.cuda.stream(own):  # nothing where there is no GPU
-            for shard, length in enumerate(shard_lengths(self.config, iteration)):
-                measured = {}
-                if not all(file.exists() for file in shard_files(self.path, iteration, shard, tasks)):
-                    measured = collect_shard(
-                        self.path, self.config, self.arenas, self._agent(iteration), iteration, shard, self.interrupt,
-                        self.store, start,
-                    )  # fmt: skip
-                done.append(Played(shard, measured))
-                start += length * self.config.data.envs * len(tasks)
-        if own is not None:
-            own.synchronize()
-        return done
-
-    def _agent(self, iteration: int) -> Agent | None:
-        """Who plays: nobody yet, the iteration before's, or with overlap the newest that is finished by then."""
-        if iteration == 1:
-            return None
-        older = self.config.data.overlap and iteration > 2
-        return load(self.path, iteration - 2 if older else iteration - 1, self.config.machine.device)
-
-
-def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -> list[Path]:
-    return [shard_path(path, iteration, shard, task.name) for task in tasks]
 
 
 def announced_budget(config: Config, tasks: Sequence[Task], model: Model, device: torch.device) -> Budget:
@@ -325,9 +256,13 @@ class Metrics:
 
 def add_line(path: Path, content: dict[str, Any]) -> None:
     try:
-        torn = path.exists() and path.stat().st_size and not path.read_bytes().endswith(b"\n")  # by a killed process
-        with path.open("a") as file:
-            file.write("\n" * bool(torn) + json.dumps(content) + "\n")
+        with path.open("ab+") as file:
+            if file.tell():
+                file.seek(-1, os.SEEK_END)
+                torn = file.read(1) != b"\n"  # by a killed process
+            else:
+                torn = False
+            file.write(b"\n" * torn + json.dumps(content).encode() + b"\n")  # one write: threads do not mix
             file.flush()
             os.fsync(file.fileno())
     except OSError as error:
