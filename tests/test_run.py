@@ -94,7 +94,7 @@ def overlapped(tmp_path_factory) -> Run:
 
 
 def test_overlapped_play_is_by_the_newest_network_that_was_finished(overlapped, tiny_run, tmp_path):
-    """Iteration 2 by network 1, as without overlap; iteration 3 by network 1 and 4 by network 2, while 2 and 3 train."""
+    """Iteration 2 by network 1, as without overlap; 3 by network 1 while 2 trains, 4 by network 2 while 3 trains."""
     path, tasks = overlapped.path, find(TINY["games"])
     for iteration, player in ((2, 1), (3, 1), (4, 2)):
         with open_arenas(overlapped.config, tasks) as arenas:
