@@ -77,7 +77,9 @@ class TrainConfig:
     weight_every: int = 3
     """... each time this many iterations have passed."""
     checkpoint_every: int = 2_000
-    """Updates between checkpoints inside a training phase."""
+    """Updates between checkpoints inside a training phase, at least."""
+    log_every: int = 500
+    """Updates between two lines of metrics."""
     trainable: Literal["all", "valuation"] = "all"
     """Train the whole network, or Valuation alone with the rest frozen."""
     init_from: str = ""
@@ -106,6 +108,8 @@ class MachineConfig:
     """Memory for frames; more than that is streamed from disk. 0: two fifths of what there is."""
     gpu_memory_gib: float = 0.0
     """The GPU's memory for frames; more than that is kept in memory or streamed. 0: seven tenths of what there is."""
+    checkpoint_seconds: float = 15.0
+    """Seconds between checkpoints inside a training phase, at least: a GPU does thousands of updates in that time."""
     fused: bool = True
     """Use the fused kernels and bfloat16 where the GPU can; off: plain PyTorch in float32."""
 
@@ -145,7 +149,9 @@ PRESETS: dict[str, Config] = {
         ),
         plan=PlanConfig(k=((1, 25),)),
         model=ModelConfig(channels=(16, 32, 32), hidden_size=250),
-        train=TrainConfig(updates=2_200, batch_size=64, lr=((1, 7e-4),), lr_decay="cosine", checkpoint_every=500),
+        train=TrainConfig(
+            updates=2_200, batch_size=64, lr=((1, 7e-4),), lr_decay="cosine", checkpoint_every=500, log_every=100
+        ),
     ),
     # Every path in seconds: nothing is learned.
     "debug": Config(
@@ -155,6 +161,7 @@ PRESETS: dict[str, Config] = {
         model=ModelConfig(channels=(4, 4, 4), state_size=16, hidden_size=16),
         train=TrainConfig(updates=10, batch_size=8, lr=((1, 1e-3),), checkpoint_every=4),
         plan=PlanConfig(k=((1, 4),)),
+        machine=MachineConfig(checkpoint_seconds=0.0),
     ),
 }
 
@@ -212,6 +219,7 @@ def check(config: Config) -> Config:
         "batch_size": train.batch_size,
         "weight_every": train.weight_every,
         "checkpoint_every": train.checkpoint_every,
+        "log_every": train.log_every,
         "state_size": model.state_size,
         "hidden_size": model.hidden_size,
         "channels": min(model.channels),
@@ -230,6 +238,7 @@ def check(config: Config) -> Config:
         "threads": config.machine.threads,
         "memory_gib": config.machine.memory_gib,
         "gpu_memory_gib": config.machine.gpu_memory_gib,
+        "checkpoint_seconds": config.machine.checkpoint_seconds,
         **{f"thresholds[{game}]": value for game, value in config.plan.thresholds.items()},
     }
     for name, number in not_negative.items():

@@ -20,7 +20,7 @@ from presage.progress import Bar, Interrupt
 from presage.store import Store
 
 SAMPLER = 3  # which generator a seed is for
-LOG_EVERY = 100  # updates
+AT_ONCE = 100  # updates whose rows go to a GPU together
 HELDOUT_CASES = 2_000  # a game
 WARM_UP = 100  # updates, with lr_decay = cosine
 
@@ -93,8 +93,8 @@ class Updater:
         if not self.gathers:
             yield from stream(self.store, sampler, updates, self.size, self.horizon)
             return
-        for first in range(0, len(updates), LOG_EVERY):
-            rows = np.stack([sampler.rows(update, self.size) for update in updates[first : first + LOG_EVERY]])
+        for first in range(0, len(updates), AT_ONCE):
+            rows = np.stack([sampler.rows(update, self.size) for update in updates[first : first + AT_ONCE]])
             yield from ((each,) for each in torch.from_numpy(rows).pin_memory().to(self.store.home, non_blocking=True))
 
     def __call__(self, *given: Tensor) -> Tensor:
@@ -120,7 +120,7 @@ def train_phase(
     model.train()
     if train.trainable == "valuation":
         model.perception.eval()  # a frozen Perception keeps its batch statistics
-    recent = Recent(store.device)
+    recent, saved = Recent(store.device), time.monotonic()
     with (
         closing(updater.inputs(sampler, updates)) as inputs,
         Bar(f"iteration {iteration}: train", train.updates, "updates", start) as bar,
@@ -133,12 +133,14 @@ def train_phase(
             recent.add(updater(*given), waited)
             done = update + 1
             bar.advance()
-            due = done % train.checkpoint_every == 0 or done == train.updates or interrupt.wanted
-            if due or done % LOG_EVERY == 0:
+            time_enough = time.monotonic() - saved >= config.machine.checkpoint_seconds
+            due = done == train.updates or interrupt.wanted or (done % train.checkpoint_every == 0 and time_enough)
+            if due or done % train.log_every == 0:
                 bar.advance(0, f"loss {recent.loss():.4f}")
                 log({"update": done, "lr": lr, **recent.told()})
             if due:  # after the line above, so that a run which goes on from here has it, once
                 save(done)
+                saved = time.monotonic()
             interrupt.check()
 
 
