@@ -136,6 +136,8 @@ class Recorder:
     def __init__(self, writers: Sequence[ShardWriter], envs: int):
         self.writers, self.envs = writers, envs
         self.threads = [ThreadPoolExecutor(1) for _ in writers]
+        on_gpu = any(writer.room is not None and writer.room.is_cuda for writer in writers)
+        self.stream = torch.cuda.current_stream() if on_gpu else None  # not behind what another thread is training
         self.pending: deque[list[Future[None]]] = deque()
 
     def __enter__(self) -> "Recorder":
@@ -148,7 +150,8 @@ class Recorder:
                 future.result()
 
     def _add(self, turns: Sequence[Turn], task: int) -> None:
-        self.writers[task].add(of_task(turns, task, self.envs))
+        with torch.cuda.stream(self.stream):
+            self.writers[task].add(of_task(turns, task, self.envs))
 
     def close(self) -> list[Episodes]:
         for futures in self.pending:
