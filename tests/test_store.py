@@ -152,8 +152,8 @@ def test_a_batch_is_what_was_played(played):
 def test_shard_lengths_share_the_steps_evenly():
     config = with_fields(preset("debug"), first_steps=100, shard_steps=30, envs=2, heldout_steps=8)
     assert shard_lengths(config, 1) == [4, 12, 13, 12, 13]
-    assert sum(shard_lengths(preset("paper"), 1)[1:]) * 64 == 400_000
-    assert sum(shard_lengths(preset("paper"), 2)[1:]) * 64 == 200_000
+    assert sum(shard_lengths(preset("paper"), 1)[1:]) * 32 == 400_000
+    assert sum(shard_lengths(preset("paper"), 2)[1:]) * 32 == 200_000
 
 
 def test_a_paper_run_on_24_gib_is_planned_under_12_gib():

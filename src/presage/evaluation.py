@@ -14,7 +14,7 @@ from presage.progress import Bar
 from presage.tasks import Spec, Task
 
 ARENA, CHOOSER = 4, 5  # which generator a seed is for
-PARALLEL = 32  # episodes of a game at a time
+PARALLEL = {"cuda": 64, "cpu": 8}  # episodes of a game at a time: emulators whose episodes are done play on in vain
 RESAMPLES = 10_000
 
 
@@ -49,7 +49,7 @@ def evaluate(
 def _game(
     agent: Agent, task: Task, episodes: int, k: int | None, seed: int, random: bool, sticky: float, max_frames: int
 ) -> dict[str, Any]:
-    rows = min(episodes, PARALLEL)
+    rows = min(episodes, PARALLEL[agent.device.type])
     arena = Arena([task], rows, sticky=sticky, max_frames=max_frames)
     quota = np.full(rows, episodes // rows) + (np.arange(rows) < episodes % rows)  # episodes each row still owes
     chooser = random_chooser([task], rows, whole_seed(seed, CHOOSER))
