@@ -215,6 +215,22 @@ def test_a_reset_forgets_everything_that_was_played(name):
     arena.close()
 
 
+def test_a_start_in_the_background_is_the_same_start():
+    """Prepared, prepared for another seed, not prepared: the same games."""
+    arena = Arena([atari_task("breakout"), atari_task("demon_attack")], 2)
+
+    def trace(prepared):
+        if prepared is not None:
+            arena.prepare(prepared)
+        turns = play(arena, random_chooser(arena.tasks, 2, 1), (1,))
+        return np.stack([next(turns).frames for _ in range(40)])
+
+    plain = trace(None)
+    assert (trace((1,)) == plain).all()
+    assert (trace((2,)) == plain).all()
+    arena.close()
+
+
 def test_an_environment_that_never_ends_is_cut_at_the_same_cap():
     task = Task("endless", lambda: Counting(True, length=10**9), ((0, 0, 0), (1, 0, 0)))
     turns = play(Arena([task], 1, noop_max=0, max_frames=40), lambda frames, fresh: np.zeros(1, int), (0,))

@@ -111,10 +111,10 @@ def test_the_data_formats_example_works(tiny_run):
     (code,) = blocks((REPOSITORY / "docs" / "data.md").read_text(), "python")
     folder = tiny_run.path / "data" / "iter-01"
     done = subprocess.run(
-        [sys.executable, "-c", code + "\nprint(frame.shape, frame.std())"], cwd=folder, capture_output=True, text=True
+        [sys.executable, "-c", code + "\nprint(run.shape, run.std())"], cwd=folder, capture_output=True, text=True
     )
     assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("(84, 84)")
+    assert done.stdout.startswith("(8, 84, 84)")
 
 
 def test_the_ci_command_is_the_readmes():

@@ -7,6 +7,7 @@ in Triton 3.6 (it multiplies the bit patterns), so there float16 stands for the 
 import copy
 import os
 
+import numpy as np
 import pytest
 import torch
 
@@ -16,14 +17,15 @@ pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from conftest import TINY
 from presage import fused_perception, fused_prediction
+from presage.agent import Agent
 from presage.batches import Batch, assemble
 from presage.config import ModelConfig, TrainConfig
 from presage.events import Targets
-from presage.fused import Learner, fits
+from presage.fused import Learner, fits, shape_fits
 from presage.fused_perception import block_weights, blocks, matrices, unblocked
 from presage.fused_prediction import Weights, last_states
 from presage.games import find
-from presage.graphs import Branch
+from presage.graphs import Branch, Captured
 from presage.model import Model, Perception, loss
 from presage.store import Budget, Store, shard_path
 from presage.training import make_optimizer, set_rate, update_once
@@ -166,8 +168,43 @@ def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run):
 
 
 def test_the_kernels_are_used_only_where_they_fit():
-    cuda, cpu = torch.device("cuda"), torch.device("cpu")
-    assert fits(Model(ModelConfig()), cuda)
-    assert not fits(Model(ModelConfig()), cpu)
-    assert not fits(Model(ModelConfig(prediction="lstm")), cuda)
-    assert not fits(Model(ModelConfig(channels=(32, 48, 64))), cuda)
+    assert fits(Model(ModelConfig()), DEVICE) == (DEVICE.type == "cuda")
+    assert shape_fits(Model(ModelConfig()))
+    assert shape_fits(Model(ModelConfig(prediction="plain")))
+    assert not shape_fits(Model(ModelConfig(prediction="lstm")))
+    assert not shape_fits(Model(ModelConfig(channels=(32, 48, 64))))
+    assert not shape_fits(Model(ModelConfig(state_size=125)))
+
+
+on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")
+
+
+@on_gpu
+def test_captured_updates_are_those_done_directly():
+    """Six updates, of which the last three are replays; rows and rate change between them."""
+    torch.manual_seed(6)
+    one = Model(ModelConfig(channels=(16, 16, 16), state_size=12, hidden_size=20)).to(DEVICE).train()
+    models = (one, copy.deepcopy(one))
+    optimizers = [make_optimizer(model, TrainConfig()) for model in models]
+    direct, captured = (Learner(m, o, 1.0, torch.float32) for m, o in zip(models, optimizers, strict=True))
+    replay = Captured(lambda *parts: captured.update(Batch(*parts)), captured.adam.settle)
+    for number in range(6):
+        batch = a_batch(8, 3)
+        for optimizer in optimizers:
+            set_rate(optimizer, 1e-3 * (number + 1))
+        torch.testing.assert_close(replay(*batch), direct.update(batch), rtol=1e-3, atol=1e-4)
+    for p, q in zip(*(model.parameters() for model in models), strict=True):
+        torch.testing.assert_close(p, q, rtol=1e-2, atol=1e-3)
+
+
+@on_gpu
+def test_captured_plans_are_those_made_directly(tiny_run):
+    """The same seed, frames and episode starts: the same actions, with numbers drawn inside the graph."""
+    model = Model(ModelConfig(channels=(16, 16, 16), state_size=12, hidden_size=20))
+    agent = Agent(model, list(tiny_run.agent().specs.values()), tiny_run.config, 1, DEVICE)
+    specs = [spec for spec in agent.specs.values() for _ in range(3)]
+    captured, direct = agent.chooser(specs, 9), agent.planner(specs, 9)
+    random = np.random.default_rng(0)
+    for _ in range(8):
+        frames, fresh = random.integers(0, 256, (6, 84, 84), dtype=np.uint8), random.random(6) < 0.3
+        assert captured(frames, fresh).tolist() == direct(frames, fresh).tolist()

@@ -28,6 +28,7 @@ from presage.store import (
     shard_lengths,
     shard_path,
 )
+from presage.tasks import Task
 
 CPU = torch.device("cpu")
 GAMES = ("pong", "breakout", "demon_attack")
@@ -147,6 +148,19 @@ def test_a_batch_is_what_was_played(played):
             assert bool(batch.died[i, j]) == dead
             assert bool(batch.scored[i, j]) == (point and not dead)
             over = bool(ended[env, t + j])
+
+
+def test_the_controls_of_many_games_do_not_run_into_each_other(tmp_path):
+    """Fifteen tasks of 18 actions: more controls than a byte tells apart."""
+    tasks = [Task(f"task{i}", lambda: None, tuple((1, i % 3 - 1, a % 3 - 1) for a in range(18))) for i in range(15)]
+    store = Store(tasks, Budget(64, "memory", {}), CPU)
+    turn = Turn(np.zeros((2, 84, 84), np.uint8), np.array([17, 3]), *np.zeros((4, 2), bool))
+    writer = ShardWriter(tmp_path / "last.safetensors", tasks[14], {"iteration": 1})
+    writer.add(turn)
+    writer.close()
+    store.add(tmp_path / "last.safetensors", 1, 14, heldout=False)
+    controls, _ = store.window(torch.arange(2), 1)
+    assert [tuple(c) for c in controls[:, 0].int().tolist()] == [tasks[14].controls[17], tasks[14].controls[3]]
 
 
 def test_shard_lengths_share_the_steps_evenly():

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from presage import __version__, checkpoint, fused
-from presage.arena import Array
+from presage.arena import Array, Chooser
 from presage.batches import controls_table
 from presage.config import Config, at, from_json, to_json
 from presage.errors import RunError, UsageError
@@ -36,6 +36,8 @@ def device_of(name: str) -> torch.device:
         raise UsageError(f"presage runs on cpu or cuda, not on {name!r}.")
     if device.type == "cuda" and (device.index or 0) >= torch.cuda.device_count():
         raise UsageError(f"there is no {name} here: say --device cpu or auto.")
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)  # streams and graphs are made on the current one
     return device
 
 
@@ -64,29 +66,36 @@ class Agent:
         self.model = model.to(device).eval()
         self.specs = {spec.name: spec for spec in specs}
         self.config, self.iteration, self.device = config, iteration, device
+        self.plays = iteration + 1  # the iteration whose k and thresholds it plays by
         self.fast = config.machine.fused and fused.fits(model, device)
         self.generator = torch.Generator(device).manual_seed(config.seed)
 
     @property
     def k(self) -> int:
         """Sequences imagined a step: what the next iteration would use."""
-        return int(at(self.config.plan.k, self.iteration + 1))
+        return int(at(self.config.plan.k, self.plays))
 
     def threshold(self, spec: Spec) -> float:
-        return self.config.plan.thresholds.get(spec.name, at(spec.thresholds, self.iteration + 1))
+        return self.config.plan.thresholds.get(spec.name, at(spec.thresholds, self.plays))
 
     def planner(
-        self, specs: Sequence[Spec], seed: int | None, k: int | None = None, threshold: float | None = None
+        self,
+        specs: Sequence[Spec],
+        seed: int | None,
+        k: int | None = None,
+        threshold: float | None = None,
+        fast: bool = True,
     ) -> Planner:
         """A planner for one game of each spec at a time (name a spec as often as its game is played).
 
-        With no seed it draws from the agent's own generator.
+        With no seed it draws from the agent's own generator. fast: use a GPU's fused network, if there is one.
         """
+        fast = fast and self.fast
         thresholds = [self.threshold(spec) if threshold is None else threshold for spec in specs]
         generator = self.generator if seed is None else torch.Generator(self.device).manual_seed(seed)
-        planner = Planner(
-            perceive=partial(fused.perceive, self.model) if self.fast else self.model.perceive,
-            imagine=partial(fused.imagine, self.model) if self.fast else self.model.imagine,
+        return Planner(
+            perceive=partial(fused.perceive, self.model) if fast else self.model.perceive,
+            imagine=partial(fused.imagine, self.model) if fast else self.model.imagine,
             tables=controls_table(specs).to(self.device),
             action_counts=torch.tensor([len(spec.controls) for spec in specs], device=self.device),
             thresholds=torch.tensor(thresholds, dtype=torch.float32, device=self.device),
@@ -94,9 +103,14 @@ class Agent:
             horizon=self.config.data.horizon,
             generator=generator,
         )
-        if self.fast and seed is not None:  # for a long play: one launch a step
-            planner.act_for_all = Captured(planner.act_for_all, generator=generator)
-        return planner
+
+    def chooser(self, specs: Sequence[Spec], seed: int, k: int | None = None) -> Chooser:
+        """A planner for a long play of all these games; on a GPU each step is one launch."""
+        planner = self.planner(specs, seed, k)
+        if not self.fast:
+            return planner
+        act = Captured(lambda frames, fresh: planner.act(frames, fresh, planner.rows), generator=planner.generator)
+        return lambda frames, fresh: act(torch.from_numpy(frames), torch.from_numpy(fresh)).cpu().numpy()
 
     def spec(self, task: str | Task) -> Spec:
         """Of a task it was trained on or, just as well, of any other."""
@@ -121,7 +135,7 @@ class Agent:
         if k is not None and k < 1:
             raise UsageError(f"k must be at least 1, not {k}.")
         spec = self.spec(task)
-        planner = self.planner([spec] * len(batch), seed, k, threshold)
+        planner = self.planner([spec] * len(batch), seed, k, threshold, fast=False)  # as what is shown below
         rows = planner.rows
         fresh = torch.full((len(batch),), previous is None, device=self.device)
         if previous is not None:

@@ -161,7 +161,7 @@ class Arena:
         self.tasks, self.envs, self.noop_max = tuple(tasks), envs, noop_max
         self.rows = len(tasks) * envs
         self.task_of = np.repeat(np.arange(len(tasks)), envs)  # [N]
-        # The pools of all tasks play at once; more threads than cores would only take turns.
+        # The pools of all tasks play at once: together they have a thread for each core.
         each = threads or max(1, (os.cpu_count() or 1) // len(tasks))
         self.options = (sticky, each, max_frames)
         self.noop = np.array([task.noop for task in tasks])[self.task_of]

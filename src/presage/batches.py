@@ -12,7 +12,7 @@ from torch import Tensor
 from presage.arena import Array
 from presage.events import Targets, targets
 from presage.store import DIED, LAST, SCORED, Store
-from presage.tasks import Spec, Task
+from presage.tasks import Spec
 
 
 class Batch(NamedTuple):
@@ -23,11 +23,11 @@ class Batch(NamedTuple):
     mask: Tensor  # bool [B, H]
 
 
-def controls_table(tasks: Sequence[Task | Spec]) -> Tensor:
-    """float32 [tasks, most actions, 3], padded with zeros."""
-    table = torch.zeros(len(tasks), max(len(task.controls) for task in tasks), 3)
-    for i, task in enumerate(tasks):
-        table[i, : len(task.controls)] = torch.tensor(task.controls)
+def controls_table(specs: Sequence[Spec]) -> Tensor:
+    """float32 [specs, most actions, 3], padded with zeros."""
+    table = torch.zeros(len(specs), max(len(spec.controls) for spec in specs), 3)
+    for i, spec in enumerate(specs):
+        table[i, : len(spec.controls)] = torch.tensor(spec.controls)
     return table
 
 
@@ -97,7 +97,7 @@ def stream(store: Store, sampler: Sampler, updates: range, size: int, horizon: i
                 continue
 
     def prepare() -> None:
-        torch.set_num_threads(1)  # of this thread alone: a second team of threads would fight with the one that trains
+        torch.set_num_threads(1)  # in this thread and later ones: a second team would fight with the one that trains
         try:
             for update in updates:
                 if stop.is_set():

@@ -21,7 +21,7 @@ from presage.agent import Agent, device_of
 from presage.arena import Arena, play
 from presage.batches import Batch, Sampler, assemble
 from presage.collect import collect_shard, open_arenas, random_chooser
-from presage.config import Config, preset, with_fields
+from presage.config import Config, check_schedule, preset, with_fields
 from presage.errors import UsageError
 from presage.games import atari_games, find
 from presage.graphs import WARM_UP
@@ -58,7 +58,9 @@ def measure(
     if seconds <= 0:
         raise UsageError(f"seconds must be more than 0, not {seconds}.")
     usual = SCALES[device.type]
-    scale = Scale(envs or usual.envs, groups or usual.groups, k or usual.k, usual.steps)
+    told = {"envs": envs, "groups": groups, "k": k}
+    scale = usual._replace(**{name: value for name, value in told.items() if value is not None})
+    check_schedule("k", ((1, scale.k),), least=1)
     shard = scale.envs * scale.steps
     config = with_fields(
         preset("paper"), games=tuple(task.name for task in tasks), iterations=1, envs=scale.envs, groups=scale.groups,
@@ -113,7 +115,7 @@ def raw_steps_per_s(arenas: Sequence[Arena], seconds: float) -> float:
 def plan_times(agent: Agent, tasks: Sequence[Task], scale: Scale, seconds: float) -> dict[str, float]:
     """One step of all games, planned; and the plain PyTorch network on a batch of the same size."""
     specs = [Spec.of(task) for task in tasks for _ in range(scale.envs)]
-    planner = agent.planner(specs, seed=0)
+    planner = agent.chooser(specs, seed=0)
     frames = np.random.default_rng(0).integers(0, 256, (len(specs), 84, 84), dtype=np.uint8)
     fresh = np.zeros(len(specs), bool)
     stacks = torch.from_numpy(frames)[:, None].expand(-1, 4, -1, -1).contiguous().to(agent.device)

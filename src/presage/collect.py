@@ -122,7 +122,7 @@ def plays(
         if agent is None:
             choose = random_chooser(tasks, arena.envs, seed)
         else:
-            choose = agent.planner([Spec.of(task) for task in tasks for _ in range(arena.envs)], seed)
+            choose = agent.chooser([Spec.of(task) for task in tasks for _ in range(arena.envs)], seed)
         groups.append(play(arena, choose, (*place, ARENA, group)))
     return zip(*groups, strict=True)
 
@@ -175,7 +175,11 @@ def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -
 
 
 class Player:
-    """Plays iterations when they are asked for or, with `overlap`, in a thread while the one before trains."""
+    """Plays iterations when they are asked for or, with `overlap`, while the one before trains.
+
+    It always plays in a thread of its own, with as many of PyTorch's threads as the one that trains: sums are in the
+    same order then, and an environment that minds threads sees one only.
+    """
 
     def __init__(
         self,
@@ -188,7 +192,7 @@ class Player:
     ):
         self.path, self.config, self.arenas = path, config, arenas
         self.store, self.log, self.interrupt = store, log, interrupt
-        self.thread = ThreadPoolExecutor(1)
+        self.thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
         self.ahead: dict[int, Future[list[bool]]] = {}
 
     def __enter__(self) -> "Player":
@@ -201,8 +205,11 @@ class Player:
 
     def shards(self, iteration: int) -> list[bool]:
         """When all of an iteration's shards are there; of each, whether it was played just now, into the store."""
-        ahead = self.ahead.pop(iteration, None)
-        return ahead.result() if ahead else self._play(iteration)
+        if iteration not in self.ahead:
+            self.ahead[iteration] = self.thread.submit(self._play, iteration)
+        fresh = self.ahead[iteration].result()
+        del self.ahead[iteration]
+        return fresh
 
     def look_ahead(self, iteration: int) -> None:
         """This iteration is about to train: play the next one meanwhile, or at least start its emulators."""
@@ -236,4 +243,6 @@ class Player:
         if iteration == 1:
             return None
         older = self.config.data.overlap and iteration > 2
-        return load(self.path, iteration - 2 if older else iteration - 1, self.config.machine.device)
+        agent = load(self.path, iteration - 2 if older else iteration - 1, self.config.machine.device)
+        agent.plays = iteration
+        return agent

@@ -103,7 +103,7 @@ class MachineConfig:
     device: str = "auto"
     """auto, cpu or cuda."""
     threads: int = 0
-    """Threads of PyTorch, and of the emulator for each game; 0: all cores, shared by the games."""
+    """Threads of PyTorch, and of the emulator for each game of each group; 0: all cores, which the games share."""
     memory_gib: float = 0.0
     """Memory for frames; more than that is streamed from disk. 0: two fifths of what there is."""
     gpu_memory_gib: float = 0.0

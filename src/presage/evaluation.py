@@ -1,6 +1,7 @@
 """The score that counts: full episodes from no-op starts, never only those that ended in time, with an interval."""
 
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any
 
 import numpy as np
@@ -50,10 +51,10 @@ def _game(
     agent: Agent, task: Task, episodes: int, k: int | None, seed: int, random: bool, sticky: float, max_frames: int
 ) -> dict[str, Any]:
     rows = min(episodes, PARALLEL[agent.device.type])
-    arena = Arena([task], rows, sticky=sticky, max_frames=max_frames)
     quota = np.full(rows, episodes // rows) + (np.arange(rows) < episodes % rows)  # episodes each row still owes
     chooser = random_chooser([task], rows, whole_seed(seed, CHOOSER))
-    planner = agent.planner([Spec.of(task)] * rows, whole_seed(seed, CHOOSER), k)
+    specs, plan_seed = [Spec.of(task)] * rows, whole_seed(seed, CHOOSER)
+    planner = agent.planner(specs, plan_seed, k)
 
     def choose(frames: Array, fresh: Array) -> Array:
         """Plan only for games whose result still counts."""
@@ -62,10 +63,11 @@ def _game(
         actions[owing] = planner(frames[owing], fresh[owing], owing)
         return actions
 
-    chosen: Chooser = chooser if random else choose
+    # On a GPU one launch for all games costs less than several for some.
+    planned: Chooser = agent.chooser(specs, plan_seed, k) if agent.fast else choose
     title = f"{'random play' if random else 'evaluate'}: {task.name}"
-    scores, steps = fold_episodes(arena, chosen, (seed, ARENA), quota, title)
-    arena.close()
+    with closing(Arena([task], rows, sticky=sticky, max_frames=max_frames)) as arena:
+        scores, steps = fold_episodes(arena, chooser if random else planned, (seed, ARENA), quota, title)
     mean = float(np.mean(scores))
     return {
         "mean": mean,

@@ -19,11 +19,19 @@ LOW = torch.bfloat16  # of matrix products; states, statistics, sums and paramet
 
 
 def fits(model: Model, device: torch.device) -> bool:
-    """The kernels are for CUDA, the RRNN, and numbers of channels that are powers of two."""
+    """There are a GPU with bfloat16 and Triton, and the network is of a kind and size that the kernels are made for."""
+    if device.type != "cuda" or importlib.util.find_spec("triton") is None:
+        return False
+    return torch.cuda.get_device_capability(device) >= (8, 0) and shape_fits(model)
+
+
+def shape_fits(model: Model) -> bool:
+    """The RRNN, no wider than shared memory bears; numbers of channels that are powers of two."""
+    if not isinstance(model.prediction, RRNN):
+        return False
+    hidden, inputs = model.prediction.f1.weight.shape
     channels = [conv.out_channels for conv in model.perception.modules() if isinstance(conv, torch.nn.Conv2d)]
-    sizes = all(n >= 16 and n & (n - 1) == 0 for n in channels)
-    available = device.type == "cuda" and importlib.util.find_spec("triton") is not None
-    return available and sizes and isinstance(model.prediction, RRNN)
+    return inputs < 128 and hidden < 1024 and all(n >= 16 and n & (n - 1) == 0 for n in channels)
 
 
 class Learner:

@@ -19,8 +19,8 @@ from torch import Tensor
 
 from presage.events import Targets
 from presage.graphs import Branch
+from presage.model import CONTROL
 
-CONTROL = 3
 EPS = 1e-5  # of layer normalisation, as in torch.nn.functional.layer_norm
 
 

@@ -1,5 +1,6 @@
 """CUDA graphs: a whole update as one launch, with branches inside it that run side by side."""
 
+import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -8,6 +9,7 @@ import torch
 from torch import Tensor
 
 WARM_UP = 3  # calls before a capture: libraries choose their kernels in these
+CAPTURING = threading.Lock()  # one at a time in a process
 
 
 class Captured:
@@ -43,7 +45,7 @@ class Captured:
             return result
         if self.calls == WARM_UP + 1:
             # Another thread may be at work on another stream: that is no error.
-            with torch.cuda.graph(self.graph, capture_error_mode="thread_local"):
+            with CAPTURING, torch.cuda.graph(self.graph, stream=self.stream, capture_error_mode="thread_local"):
                 self.result = self.work(*self.given)
             self.settle()
         self.graph.replay()

@@ -71,7 +71,6 @@ class Planner:
         self.rows = torch.arange(len(tables), device=tables.device)
         self.stacks = torch.zeros(len(tables), STACK, FRAME, FRAME, dtype=torch.uint8, device=tables.device)
         self.carried = torch.zeros(len(tables), horizon, dtype=torch.int64, device=tables.device)
-        self.act_for_all: Callable[[Tensor, Tensor], Tensor] = lambda frames, fresh: self.act(frames, fresh, self.rows)
 
     def see(self, frames: Tensor, fresh: Tensor, rows: Tensor) -> Tensor:
         """Put the newest frames [n, 84, 84] on the stacks of these rows; the stacks [n, 4, 84, 84].
@@ -109,9 +108,6 @@ class Planner:
     def __call__(self, frames: Array, fresh: Array, rows: Array | None = None) -> Array:
         """The same for arrays, of all rows unless told: an arena's Chooser."""
         device = self.rows.device
-        newest, starts = torch.from_numpy(frames).to(device), torch.from_numpy(fresh).to(device)
-        if rows is None:
-            actions = self.act_for_all(newest, starts)
-        else:
-            actions = self.act(newest, starts, torch.from_numpy(rows).to(device))
+        index = self.rows if rows is None else torch.from_numpy(rows).to(device)
+        actions = self.act(torch.from_numpy(frames).to(device), torch.from_numpy(fresh).to(device), index)
         return np.asarray(actions.cpu().numpy())

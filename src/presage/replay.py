@@ -1,5 +1,6 @@
 """One full episode, to look at: its score, and what the network saw as a film."""
 
+from contextlib import closing
 from pathlib import Path
 from typing import Any
 
@@ -24,17 +25,15 @@ def episode(agent: Agent, game: str | Task, seed: int = 0, video: Path | None = 
         raise UsageError(f"the seed must not be negative, not {seed}.")
     task = find([game or next(iter(agent.specs))])[0]
     film = Film(video) if video else None
-    arena = Arena([task], 1)
     score, steps, deaths = 0.0, 0, 0
-    with Bar(f"play {task.name}", MAX_STEPS, "steps") as bar:
-        for turn in play(arena, agent.planner([Spec.of(task)], whole_seed(seed, CHOOSER)), (seed, ARENA)):
+    with Bar(f"play {task.name}", MAX_STEPS, "steps") as bar, closing(Arena([task], 1)) as arena:
+        for turn in play(arena, agent.chooser([Spec.of(task)], whole_seed(seed, CHOOSER)), (seed, ARENA)):
             score, steps, deaths = score + float(turn.rewards[0]), steps + 1, deaths + int(turn.died[0])
             if film:
                 film.add(turn)
             bar.advance(1, f"score {score:g}")
             if turn.ended[0]:
                 break
-    arena.close()
     if film:
         film.close()
     return {

@@ -213,7 +213,7 @@ def check_owner(path: Path, task: Task, iteration: int) -> None:
     ours = {"format": FORMAT, "task": task.name, "iteration": iteration, "controls": controls}
     for name, value in ours.items():
         if described.get(name) != value:
-            raise RunError(f"{path} is another run's: its {name} is {described.get(name)}. Delete it.")
+            raise RunError(f"{path} is another run's or version's: its {name} is {described.get(name)}. Delete it.")
 
 
 @dataclass(frozen=True)
@@ -310,7 +310,7 @@ class Store:
         last = shard["ended"].clone()
         last[:, -1] = True
         events = shard["died"] * DIED + shard["scored"] * SCORED + last * LAST
-        self.codes[start:stop] = (shard["actions"].flatten() + self.first_code[task]).to(self.codes)
+        self.codes[start:stop] = (shard["actions"].flatten().long() + int(self.first_code[task])).to(self.codes)
         self.events[start:stop] = events.flatten().to(self.events)
         self.ages[start:stop] = torch.cat([stack_ages(ended, STACK - 1) for ended in shard["ended"]]).to(self.ages)
         if not unpacked:
