@@ -177,8 +177,8 @@ def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -
 class Player:
     """Plays iterations when they are asked for or, with `overlap`, while the one before trains.
 
-    It always plays in a thread of its own, with as many of PyTorch's threads as the one that trains: sums are in the
-    same order then, and an environment that minds threads sees one only.
+    With overlap all play is in one thread, which has as many of PyTorch's threads as the one that trains: sums are in
+    the same order then, and an environment that minds threads sees one only.
     """
 
     def __init__(
@@ -205,6 +205,8 @@ class Player:
 
     def shards(self, iteration: int) -> list[bool]:
         """When all of an iteration's shards are there; of each, whether it was played just now, into the store."""
+        if not self.config.data.overlap:
+            return self._play(iteration)
         if iteration not in self.ahead:
             self.ahead[iteration] = self.thread.submit(self._play, iteration)
         fresh = self.ahead[iteration].result()

@@ -140,17 +140,17 @@ PRESETS: dict[str, Config] = {
     "paper": Config(),
     # The same amounts, but emulator and GPU work at the same time: data are one network older than in the paper.
     "paper-overlap": Config(preset="paper-overlap", data=DataConfig(overlap=True)),
-    # Ten minutes on two CPU cores: little data, a narrow network, a high learning rate, one iteration of planned play.
+    # Ten minutes on two CPU cores: little data, a narrow network, a high learning rate, two iterations of planned play.
     "quickstart": Config(
         preset="quickstart",
-        iterations=2,
+        iterations=3,
         data=DataConfig(
             first_steps=40_000, later_steps=6_400, heldout_steps=1_600, shard_steps=40_000, envs=16, groups=1
         ),
         plan=PlanConfig(k=((1, 25),)),
-        model=ModelConfig(channels=(16, 32, 32), hidden_size=250),
+        model=ModelConfig(channels=(8, 32, 32), hidden_size=250),
         train=TrainConfig(
-            updates=2_200, batch_size=64, lr=((1, 7e-4),), lr_decay="cosine", checkpoint_every=500, log_every=100
+            updates=1_500, batch_size=64, lr=((1, 7e-4),), lr_decay="cosine", checkpoint_every=500, log_every=100
         ),
     ),
     # Every path in seconds: nothing is learned.
