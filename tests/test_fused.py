@@ -1,18 +1,15 @@
 """The fused kernels against plain PyTorch: values and gradients.
 
-Without a GPU they run in Triton's interpreter: the same code, operation by operation. Its bfloat16 products are wrong
-in Triton 3.6 (it multiplies the bit patterns), so there float16 stands for the low precision.
+Without a GPU they run in Triton's interpreter (conftest.py): the same code, operation by operation. Its bfloat16
+products are wrong in Triton 3.6 (it multiplies the bit patterns), so there float16 stands for the low precision.
 """
 
 import copy
-import os
 
 import numpy as np
 import pytest
 import torch
 
-if not torch.cuda.is_available():
-    os.environ["TRITON_INTERPRET"] = "1"  # before Triton is imported
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from conftest import TINY

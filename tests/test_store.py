@@ -3,6 +3,7 @@
 import json
 import subprocess
 import zlib
+from itertools import product
 from pathlib import Path
 
 import numpy as np
@@ -152,7 +153,8 @@ def test_a_batch_is_what_was_played(played):
 
 def test_the_controls_of_many_games_do_not_run_into_each_other(tmp_path):
     """Fifteen tasks of 18 actions: more controls than a byte tells apart."""
-    tasks = [Task(f"task{i}", lambda: None, tuple((1, i % 3 - 1, a % 3 - 1) for a in range(18))) for i in range(15)]
+    everything = tuple(product((0, 1), (-1, 0, 1), (-1, 0, 1)))
+    tasks = [Task(f"task{i}", lambda: None, everything[i:] + everything[:i]) for i in range(15)]
     store = Store(tasks, Budget(64, "memory", {}), CPU)
     turn = Turn(np.zeros((2, 84, 84), np.uint8), np.array([17, 3]), *np.zeros((4, 2), bool))
     writer = ShardWriter(tmp_path / "last.safetensors", tasks[14], {"iteration": 1})
