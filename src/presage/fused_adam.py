@@ -65,7 +65,8 @@ class Adam:
                 state[p] = {"exp_avg": torch.zeros_like(p), "exp_avg_sq": torch.zeros_like(p)}
             state[p]["step"] = self.done  # one for all: they are equal
         self.state = state
-        self.entries = [(p, start) for p in self.parameters for start in range(0, p.numel(), BLOCK)]
+        # Which parameter, and from where in it, each program takes.
+        self.entries = [(i, start) for i, p in enumerate(self.parameters) for start in range(0, p.numel(), BLOCK)]
         self.table = torch.zeros(len(self.entries), COLUMNS, dtype=torch.int64, device=device)
 
     def step(self, grads: Sequence[Tensor]) -> None:
@@ -86,14 +87,11 @@ class Adam:
     def settle(self) -> None:
         """Write down where everything lies: at once, or after a capture for all of its replays."""
         rows = []
-        for (p, start), grad in zip(self.entries, self._grad_of_entries(), strict=True):
+        for index, start in self.entries:
+            p, grad = self.parameters[index], self.grads[index]
             moments = self.state[p]["exp_avg"], self.state[p]["exp_avg_sq"]
             places = [t.data_ptr() + start * t.element_size() for t in (p, grad, *moments)]
             low = self.low.get(p)
             copy = 0 if low is None else low.data_ptr() + start * low.element_size()
             rows.append([*places, copy, min(BLOCK, p.numel() - start), int(grad.dtype != torch.float32)])
         self.table.copy_(torch.tensor(rows))
-
-    def _grad_of_entries(self) -> list[Tensor]:
-        of = dict(zip(map(id, self.parameters), self.grads, strict=True))
-        return [of[id(p)] for p, _ in self.entries]
