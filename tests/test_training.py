@@ -10,7 +10,7 @@ from conftest import weights
 from presage.batches import Batch
 from presage.config import ModelConfig, TrainConfig, preset, with_fields
 from presage.model import Model
-from presage.training import learning_rate, make_optimizer, scores, update_once
+from presage.training import learning_rate, make_optimizer, one_by_one, scores, update_once
 
 
 def some_batch(size=6, horizon=5) -> Batch:
@@ -58,6 +58,19 @@ def test_gradients_are_clamped_element_wise_before_adam():
         w = w - lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
         torch.testing.assert_close(weight.detach(), w, rtol=1e-4, atol=1e-6)
     assert clamped > 0
+
+
+def test_rows_are_fetched_a_chunk_ahead_and_handed_out_in_order():
+    fetched = []
+
+    def fetch():
+        for first in (0, 2, 4):
+            fetched.append(first)
+            yield torch.arange(first, min(first + 2, 5))
+
+    seen = [(int(row), len(fetched)) for row in one_by_one(fetch())]
+    assert seen == [(0, 1), (1, 2), (2, 2), (3, 3), (4, 3)]  # the second chunk before row 1, the third before row 3
+    assert list(one_by_one(iter([]))) == []
 
 
 def test_valuation_alone_can_be_trained_with_the_rest_frozen(tiny_run, tmp_path):

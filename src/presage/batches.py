@@ -41,28 +41,22 @@ class Sampler:
 
     def __init__(self, store: Store, growth: float, every: int, seed: Sequence[int]):
         self.seed = list(seed)
-        spans = [span for span in store.spans if not span.heldout]
+        spans = sorted((s for s in store.spans if not s.heldout), key=lambda span: (span.iteration, span.task))
         cells = sorted({(span.iteration, span.task) for span in spans})
         weights = np.array([iteration_weight(iteration, growth, every) for iteration, _ in cells])
         self.chances = weights / weights.sum()
-        parts = [[span for span in spans if (span.iteration, span.task) == cell] for cell in cells]
-        # Spans of a cell lie anywhere; cumulated sizes turn the number of a case within the cell into its row.
-        self.sizes = np.array([sum(s.stop - s.start for s in part) for part in parts])
-        self.starts = [np.array([s.start for s in part]) for part in parts]
-        self.ends = [np.cumsum([s.stop - s.start for s in part]) for part in parts]
+        self.sizes = np.array([sum(s.stop - s.start for s in spans if (s.iteration, s.task) == cell) for cell in cells])
+        # Cases are numbered through all spans, cell by cell; the spans' cumulated sizes turn such a number into a row.
+        self.firsts = np.cumsum(self.sizes) - self.sizes  # of each cell
+        self.ends = np.cumsum([s.stop - s.start for s in spans])
+        self.shifts = np.array([s.stop for s in spans]) - self.ends  # from a number to its row
 
     def rows(self, update: int, size: int) -> Array:
         """The same rows for the same update, whatever came before: so a resumed run needs no generator's state."""
         random = np.random.default_rng([*self.seed, update])
         cells = random.choice(len(self.chances), size, p=self.chances)
-        cases = random.integers(self.sizes[cells])
-        out = np.empty(size, np.int64)
-        for cell in np.unique(cells):
-            of_cell = cells == cell
-            part = np.searchsorted(self.ends[cell], cases[of_cell], side="right")
-            before = np.concatenate([[0], self.ends[cell][:-1]])
-            out[of_cell] = self.starts[cell][part] + cases[of_cell] - before[part]
-        return out
+        numbers = self.firsts[cells] + random.integers(self.sizes[cells])
+        return np.asarray(numbers + self.shifts[np.searchsorted(self.ends, numbers, side="right")])
 
 
 def assemble(store: Store, rows: Tensor, horizon: int) -> Batch:

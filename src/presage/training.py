@@ -2,7 +2,7 @@
 
 import math
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import closing
 from typing import Any
 
@@ -93,13 +93,29 @@ class Updater:
         if not self.gathers:
             yield from stream(self.store, sampler, updates, self.size, self.horizon)
             return
-        for first in range(0, len(updates), AT_ONCE):
-            rows = np.stack([sampler.rows(update, self.size) for update in updates[first : first + AT_ONCE]])
-            yield from ((each,) for each in torch.from_numpy(rows).pin_memory().to(self.store.home, non_blocking=True))
+        starts = range(0, len(updates), AT_ONCE)
+        chunks = (self._to_gpu(sampler, updates[first : first + AT_ONCE]) for first in starts)
+        yield from ((rows,) for rows in one_by_one(chunks))
+
+    def _to_gpu(self, sampler: Sampler, updates: range) -> Tensor:
+        """The rows of several updates [n, B] in one copy."""
+        rows = np.stack([sampler.rows(update, self.size) for update in updates])
+        return torch.from_numpy(rows).pin_memory().to(self.store.home, non_blocking=True)
 
     def __call__(self, *given: Tensor) -> Tensor:
         """The loss of one update."""
         return self.work(*given)
+
+
+def one_by_one(chunks: Iterator[Tensor]) -> Iterator[Tensor]:
+    """What all chunks hold. Each is fetched before the last of the one before goes out, so that a GPU whose loss is
+    asked for between two chunks does not stand idle until the next one is there."""
+    chunk = next(chunks, None)
+    while chunk is not None:
+        *most, last = chunk
+        yield from most
+        chunk = next(chunks, None)
+        yield last
 
 
 def train_phase(
