@@ -5,6 +5,10 @@ products are wrong in Triton 3.6 (it multiplies the bit patterns), so there floa
 """
 
 import copy
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -13,14 +17,14 @@ import torch
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from conftest import TINY
-from presage import fused_perception, fused_prediction
+from presage import fused_adam, fused_perception, fused_prediction
 from presage.agent import Agent
 from presage.batches import Batch, assemble
 from presage.config import ModelConfig, TrainConfig
 from presage.events import Targets
 from presage.fused import Learner, fits, shape_fits
 from presage.fused_perception import block_weights, blocks, matrices, unblocked
-from presage.fused_prediction import Weights, last_states
+from presage.fused_prediction import Weights, last_states, prepare
 from presage.games import find
 from presage.graphs import Branch, Captured
 from presage.model import Model, Perception, loss
@@ -31,6 +35,14 @@ DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
 # Relative errors ‖fused - plain‖ / ‖plain‖ that are allowed: float32 sums in another order; products of 8 or 11 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+
+
+@pytest.fixture(autouse=True)
+def few_programs(monkeypatch):
+    """The interpreter runs a kernel's programs one after the other: few and large ones, but always several."""
+    if DEVICE.type == "cpu":
+        monkeypatch.setattr(fused_perception, "PROGRAMS", 3)
+        monkeypatch.setattr(fused_perception, "ROWS", (16, 1024))
 
 
 def far(fused, plain) -> float:
@@ -61,7 +73,13 @@ def test_the_recurrence_valuation_and_loss(kind, size, hidden, batch, horizon, d
     plain = loss(model.valuation(model.prediction(h0, controls)), *flags)
     with torch.no_grad():
         fused, *of_h0, of_weights = fused_prediction.loss_and_gradients(
-            h0, controls, Targets(*flags), weights, kind == "rrnn", dtype, branch := Branch(DEVICE)
+            h0,
+            controls,
+            targets := Targets(*flags),
+            weights,
+            prepare(weights, targets, dtype),
+            kind == "rrnn",
+            branch := Branch(DEVICE),
         )
         branch.join()
     assert far(fused, plain) < TOLERANCE[dtype] / 10
@@ -87,10 +105,14 @@ def test_the_first_layer_on_blocks_is_the_same_convolution():
     frames = torch.randint(0, 256, (2, 4, 84, 84), dtype=torch.uint8, device=DEVICE)
     weight = torch.randn(16, 4, 8, 8, device=DEVICE)
     plain = torch.nn.functional.conv2d(frames / 255, weight, stride=4)
-    index = torch.tensor([[0, 1, 2, 3], [4, 5, 6, 7]], device=DEVICE)
-    fused = torch.nn.functional.conv2d(blocks(frames.flatten(0, 1), index, torch.float32), block_weights(weight))
+    newest, ages = torch.tensor([3, 7], device=DEVICE), torch.full((8,), 3, dtype=torch.uint8, device=DEVICE)
+    seen = blocks(frames.flatten(0, 1), newest, ages, torch.float32)
+    fused = torch.nn.functional.conv2d(seen, block_weights(weight))
     assert far(fused, plain) < 2e-5
     assert torch.equal(unblocked(block_weights(weight)), weight)
+    ages[7] = 1  # of a young episode: its first frame stands for those before it
+    repeated = blocks(frames.flatten(0, 1)[[0, 1, 2, 3, 6, 6, 6, 7]], newest, torch.full_like(ages, 3), torch.float32)
+    assert torch.equal(blocks(frames.flatten(0, 1), newest, ages, torch.float32), repeated)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
@@ -104,12 +126,13 @@ def test_perception(dtype):
     plain = Perception((16, 16, 32), 12).to(DEVICE).train()
     fused = copy.deepcopy(plain)
     frames, wanted = a_batch(6, 1).frames, torch.randn(6, 12, device=DEVICE)
-    index = torch.arange(24, device=DEVICE).view(6, 4)
+    newest, ages = torch.arange(3, 24, 4, device=DEVICE), torch.full((24,), 3, dtype=torch.uint8, device=DEVICE)
     b = plain(frames)
     (b * wanted).sum().backward()
     with torch.no_grad():
-        seen = fused_perception.forward(fused, frames.flatten(0, 1), index, [p.to(dtype) for p in matrices(fused)])
-        grads = fused_perception.backward(seen, wanted, branch := Branch(DEVICE))
+        low, branch = [p.to(dtype) for p in matrices(fused)], Branch(DEVICE)
+        seen = fused_perception.forward(fused, frames.flatten(0, 1), newest, ages, low, branch)
+        grads = fused_perception.backward(seen, wanted, branch)
         branch.join()
     assert far(seen.h0, b) < TOLERANCE[dtype]
     pairs = zip(plain.named_parameters(), grads, strict=True)
@@ -171,6 +194,20 @@ def test_the_kernels_are_used_only_where_they_fit():
     assert not shape_fits(Model(ModelConfig(prediction="lstm")))
     assert not shape_fits(Model(ModelConfig(channels=(32, 48, 64))))
     assert not shape_fits(Model(ModelConfig(state_size=125)))
+
+
+@pytest.mark.parametrize(("architecture", "shared"), [("86", 99 * 1024), ("90", 227 * 1024)])
+def test_every_kernel_compiles_for_real_gpus(architecture, shared):
+    """For GeForce cards of 2020 and for the H100, with no more shared memory than they have: the interpreter lets pass
+    what a compiler does not."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    script = [sys.executable, Path(__file__).parent / "compile_kernels.py", architecture]
+    done = subprocess.run(script, capture_output=True, text=True, env=environment, check=False)
+    assert done.returncode == 0, done.stderr
+    used = [line.split() for line in done.stdout.splitlines()]
+    ours = (fused_adam, fused_perception, fused_prediction)
+    assert {name for name, _ in used} == {n for module in ours for n in vars(module) if n.endswith("_kernel")}
+    assert max(int(size) for _, size in used) <= shared
 
 
 on_gpu = pytest.mark.skipif(DEVICE.type != "cuda", reason="CUDA graphs need a GPU")

@@ -107,7 +107,7 @@ def test_overlapped_play_is_by_the_newest_network_that_was_finished(overlapped, 
 
 
 @pytest.mark.parametrize(
-    ("module", "name", "n"), [("presage.training", "update_once", 27), ("presage.collect", "of_task", 400)]
+    ("module", "name", "n"), [("presage.training", "update_once", 27), ("presage.collect", "of_task", 50)]
 )
 def test_killed_while_playing_and_training_at_once_it_ends_with_the_same_bits(overlapped, tmp_path, module, name, n):
     run = tmp_path / "run"

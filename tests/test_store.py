@@ -20,6 +20,7 @@ from presage.games import find
 from presage.progress import Interrupt
 from presage.store import (
     FRAME_BYTES,
+    RUN,
     Budget,
     ShardWriter,
     Store,
@@ -44,10 +45,10 @@ def played(tmp_path_factory):
     turns = []
     for _, turn in zip(range(steps), play(arena, random_chooser(tasks, envs, 0), (1,))):
         turns.append(Turn(*(array.copy() for array in turn)))
-        for index, writer in enumerate(writers):
-            writer.add(of_task([turn], index, envs))
     arena.close()
-    for writer in writers:
+    for index, writer in enumerate(writers):
+        for first in range(0, steps, RUN):  # the last run is shorter
+            writer.add(of_task([(turn,) for turn in turns[first : first + RUN]], index, envs))
         writer.close()
     return folder, tasks, turns
 
@@ -156,7 +157,7 @@ def test_the_controls_of_many_games_do_not_run_into_each_other(tmp_path):
     everything = tuple(product((0, 1), (-1, 0, 1), (-1, 0, 1)))
     tasks = [Task(f"task{i}", lambda: None, everything[i:] + everything[:i]) for i in range(15)]
     store = Store(tasks, Budget(64, "memory", {}), CPU)
-    turn = Turn(np.zeros((2, 84, 84), np.uint8), np.array([17, 3]), *np.zeros((4, 2), bool))
+    turn = Turn(np.zeros((2, 1, 84, 84), np.uint8), np.array([[17], [3]]), *np.zeros((4, 2, 1), bool))
     writer = ShardWriter(tmp_path / "last.safetensors", tasks[14], {"iteration": 1})
     writer.add(turn)
     writer.close()

@@ -27,6 +27,7 @@ from presage.games import atari_games, find
 from presage.graphs import WARM_UP
 from presage.model import Model
 from presage.progress import Interrupt, say
+from presage.run import provenance
 from presage.store import Store, budget, gpu_memory, machine_memory, shard_path
 from presage.tasks import Spec, Task
 from presage.training import Updater, make_optimizer, update_once
@@ -88,6 +89,8 @@ def measure(
     sequences = scale.envs * len(tasks) * scale.k
     return {
         "version": __version__,
+        "commit": provenance(device)["commit"],
+        "torch": torch.__version__,
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)",
         "environments": len(tasks) * scale.envs,
         "groups": scale.groups,

@@ -19,7 +19,7 @@ from presage.agent import Agent, load
 from presage.arena import Arena, Array, Chooser, Turn, play
 from presage.config import Config
 from presage.progress import Bar, Interrupt
-from presage.store import HELDOUT, Episodes, ShardWriter, Store, shard_lengths, shard_path
+from presage.store import HELDOUT, RUN, Episodes, ShardWriter, Store, shard_lengths, shard_path
 from presage.tasks import Spec, Task
 
 ARENA, CHOOSER = 1, 2  # which generator a seed is for
@@ -128,32 +128,42 @@ def plays(
 
 
 class Recorder:
-    """Gives turns to the writers of all tasks, each in a thread of its own: zlib lets go of the interpreter, so that
-    packing hides behind the emulator."""
+    """Gives runs of turns to the writers of all tasks, each in a thread of its own: zlib lets go of the interpreter, so
+    that packing hides behind the emulator."""
 
-    BEHIND = 100  # turns that a writer may be behind, at most
+    BEHIND = 12  # runs that a writer may be behind, at most
 
     def __init__(self, writers: Sequence[ShardWriter], envs: int):
         self.writers, self.envs = writers, envs
         self.threads = [ThreadPoolExecutor(1) for _ in writers]
         on_gpu = any(writer.room is not None and writer.room.is_cuda for writer in writers)
         self.stream = torch.cuda.current_stream() if on_gpu else None  # not behind what another thread is training
+        self.recent: list[Sequence[Turn]] = []
         self.pending: deque[list[Future[None]]] = deque()
 
     def __enter__(self) -> "Recorder":
         return self
 
     def add(self, turns: Sequence[Turn]) -> None:
-        self.pending.append([t.submit(self._add, turns, i) for i, t in enumerate(self.threads)])
+        """One turn of every group. Handed on by the run: threads that are woken for less get in the player's way."""
+        self.recent.append(turns)
+        if len(self.recent) == RUN:
+            self._hand_on()
+
+    def _hand_on(self) -> None:
+        some, self.recent = self.recent, []
+        self.pending.append([thread.submit(self._add, some, i) for i, thread in enumerate(self.threads)])
         if len(self.pending) > self.BEHIND:
             for future in self.pending.popleft():
                 future.result()
 
-    def _add(self, turns: Sequence[Turn], task: int) -> None:
+    def _add(self, some: Sequence[Sequence[Turn]], task: int) -> None:
         with torch.cuda.stream(self.stream):
-            self.writers[task].add(of_task(turns, task, self.envs))
+            self.writers[task].add(of_task(some, task, self.envs))
 
     def close(self) -> list[Episodes]:
+        if self.recent:
+            self._hand_on()
         for futures in self.pending:
             for future in futures:
                 future.result()
@@ -164,10 +174,16 @@ class Recorder:
             thread.shutdown(cancel_futures=True)
 
 
-def of_task(turns: Sequence[Turn], task: int, envs: int) -> Turn:
-    """One task's rows of every group's turn, `envs` of each."""
+def of_task(some: Sequence[Sequence[Turn]], task: int, envs: int) -> Turn:
+    """One task's rows, `envs` of each group, of several turns of all groups: [E, n, …] each."""
     mine = slice(task * envs, (task + 1) * envs)
-    return Turn(*(np.concatenate([part[mine] for part in parts]) for parts in zip(*turns, strict=True)))
+    groups = list(zip(*some, strict=True))
+    return Turn(
+        *(
+            np.concatenate([np.stack([turn[field][mine] for turn in turns], 1) for turns in groups])
+            for field in range(len(Turn._fields))
+        )
+    )
 
 
 def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -> list[Path]:

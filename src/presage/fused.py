@@ -47,40 +47,44 @@ class Learner:
         for parameter, copy in self.low.items():
             copy.copy_(parameter.detach())
         self.adam = Adam(optimizer, self.low, clamp)
-        self.branch = Branch(next(model.parameters()).device)
+        device = next(model.parameters()).device
+        self.ahead, self.branch = Branch(device), Branch(device)
 
     @torch.no_grad()
     def update(self, batch: Batch) -> Tensor:
         """One update; its loss."""
         frames = batch.frames.flatten(0, 1)
-        index = torch.arange(len(frames), device=frames.device).view(-1, STACK)
-        return self._update(frames, index, batch.controls, Targets(batch.died, batch.scored, batch.mask))
+        older = torch.full((len(frames),), STACK - 1, dtype=torch.uint8, device=frames.device)
+        newest = torch.arange(STACK - 1, len(frames), STACK, device=frames.device)
+        return self._update(frames, newest, older, batch.controls, Targets(batch.died, batch.scored, batch.mask))
 
     @torch.no_grad()
     def update_from(self, store: Store, rows: Tensor, horizon: int) -> Tensor:
         """One update with cases of a store on the GPU; frames are read from where they lie."""
         assert isinstance(store.frames, Resident)
-        with self.branch.beside():  # wanted only when Perception is done
+        with self.ahead.beside():  # wanted only when Perception is done
             controls, targets = aims(store, rows, horizon)
-        return self._update(store.frames.frames, store.stack_rows(rows), controls, targets)
+        return self._update(store.frames.frames, rows, store.ages, controls, targets)
 
-    def _update(self, frames: Tensor, index: Tensor, controls: Tensor, targets: Targets) -> Tensor:
-        loss, grads = self.loss_and_gradients(frames, index, controls, targets)
+    def _update(self, frames: Tensor, newest: Tensor, ages: Tensor, controls: Tensor, targets: Targets) -> Tensor:
+        loss, grads = self.loss_and_gradients(frames, newest, ages, controls, targets)
         self.adam.step(grads)
         return loss
 
     def loss_and_gradients(
-        self, frames: Tensor, index: Tensor, controls: Tensor, targets: Targets
+        self, frames: Tensor, newest: Tensor, ages: Tensor, controls: Tensor, targets: Targets
     ) -> tuple[Tensor, list[Tensor]]:
         """Gradients in the order of the model's parameters."""
         from presage import fused_perception, fused_prediction
 
         low = list(self.low.values())
         weights = fused_prediction.Weights(*self.model.prediction.parameters(), *self.model.valuation.parameters())
-        seen = fused_perception.forward(self.model.perception, frames, index, low)
-        self.branch.join()
+        with self.ahead.beside():
+            ready = fused_prediction.prepare(weights, targets, low[0].dtype)
+        seen = fused_perception.forward(self.model.perception, frames, newest, ages, low, self.branch)
+        self.ahead.join()
         loss, grad_h0, later = fused_prediction.loss_and_gradients(
-            seen.h0, controls, targets, weights, self.residual, low[0].dtype, self.branch
+            seen.h0, controls, targets, weights, ready, self.residual, self.branch
         )
         grads = fused_perception.backward(seen, grad_h0, self.branch)
         self.branch.join()

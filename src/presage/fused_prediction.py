@@ -272,15 +272,32 @@ class Weights(NamedTuple):
     out_b: Tensor
 
 
+class Ready(NamedTuple):
+    """What can be made before h0 is there."""
+
+    first: Tensor  # f's two layers and Valuation's inner one, packed
+    second: Tensor
+    matrix: Tensor
+    counted: Tensor  # float32 []: how many steps the loss is over
+
+
+def prepare(weights: Weights, targets: Targets, dtype: torch.dtype) -> Ready:
+    _, width, hidden = Shape.of(weights.w1)
+    return Ready(
+        pack(weights.w1, weights.b1, hidden, width, dtype, carry=True),
+        pack(weights.w2, weights.b2, width, hidden, dtype),
+        pack(weights.inner_w, weights.inner_b, width, width, dtype),
+        targets.mask.sum(dtype=torch.float32),
+    )
+
+
 def loss_and_gradients(
-    h0: Tensor, controls: Tensor, targets: Targets, weights: Weights, residual: bool, dtype: torch.dtype, branch: Branch
+    h0: Tensor, controls: Tensor, targets: Targets, weights: Weights, ready: Ready, residual: bool, branch: Branch
 ) -> tuple[Tensor, Tensor, list[Tensor]]:
     """The loss of states h0 [B, S] under controls [B, H, 3]; its gradient of h0; on the branch, of the weights."""
     batch, horizon = controls.shape[:2]
     size, width, hidden = shape = Shape.of(weights.w1)
-    first = pack(weights.w1, weights.b1, hidden, width, dtype, carry=True)
-    second = pack(weights.w2, weights.b2, width, hidden, dtype)
-    matrix = pack(weights.inner_w, weights.inner_b, width, width, dtype)
+    first, second, matrix, counted = ready
     cases = batch * horizon
     states = h0.new_empty(batch, horizon + 1, size)  # float32, h0 in front
     inputs, inner = first.new_empty(cases, width), first.new_empty(cases, hidden)
@@ -294,7 +311,7 @@ def loss_and_gradients(
     seen, valued, grad_valued = (matrix.new_empty(cases, width) for _ in range(3))
     rows, _, warps, stages = VALUATION
     _valuation_kernel[(triton.cdiv(cases, rows),)](
-        states, matrix, weights.out_w, weights.out_b, *targets, targets.mask.sum(dtype=torch.float32), losses,
+        states, matrix, weights.out_w, weights.out_b, *targets, counted, losses,
         seen, valued, grad_valued, grad_logits, grad_states, cases,
         horizon, size, width, rows, EPS, num_warps=warps, num_stages=stages,
     )  # fmt: skip

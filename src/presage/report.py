@@ -70,6 +70,7 @@ def speed(runs: Sequence[Run]) -> Rows:
     rows = []
     for run in runs:
         played = run.metrics("collect")
+        laps = {line["iteration"]: line["seconds"] for line in run.metrics("iteration")}
         for iteration in sorted({line["iteration"] for line in played}):
             mine = [line for line in played if line["iteration"] == iteration]
             steps, seconds = sum(x["steps"] for x in mine), sum(x["seconds"] for x in mine)
@@ -82,6 +83,7 @@ def speed(runs: Sequence[Run]) -> Rows:
                     "steps_per_s": steps / seconds,
                     "bytes_per_step": sum(x["bytes"] for x in mine) / steps,
                     "updates_per_s": sum(x["updates_per_s"] for x in trained) / len(trained) if trained else None,
+                    **{f"{stage}_s": laps.get(iteration, {}).get(stage) for stage in ("collect", "train", "heldout")},
                 }
             )
     return rows

@@ -63,29 +63,23 @@ class ShardWriter:
 
     def __init__(self, path: Path, task: Task, metadata: dict[str, Any], room: Tensor | None = None):
         self.path, self.task, self.metadata, self.room = path, task, metadata, room
-        self.turns: list[Turn] = []  # without frames
-        self.recent: list[Array] = []  # frames not yet packed, [E, 84, 84] each
+        self.steps = 0
+        self.parts: list[Turn] = []  # without frames
         self.packed: list[list[bytes]] = []  # a run of every environment
 
-    def add(self, turn: Turn) -> None:
+    def add(self, turns: Turn) -> None:
+        """A run of turns, [E, n, …] each: RUN of them, or fewer as the last."""
+        start, self.steps = self.steps, self.steps + turns.frames.shape[1]
         if self.room is not None:
-            self.room[:, len(self.turns)] = torch.from_numpy(turn.frames)
-        self.recent.append(turn.frames)
-        self.turns.append(turn._replace(frames=np.empty(0)))
-        if len(self.recent) == RUN:
-            self._pack()
-
-    def _pack(self) -> None:
-        self.packed.append([zlib.compress(run, 1) for run in np.stack(self.recent, 1)])  # [E][RUN, 84, 84]
-        self.recent.clear()
+            self.room[:, start : self.steps] = torch.from_numpy(turns.frames)
+        self.packed.append([zlib.compress(run, 1) for run in turns.frames])
+        self.parts.append(turns._replace(frames=np.empty(0)))
 
     def close(self) -> Episodes:
-        if self.recent:
-            self._pack()
         blobs = [blob for env in zip(*self.packed, strict=True) for blob in env]
 
-        def column(name: str, dtype: Any) -> Tensor:  # [T][E] -> [E, T]
-            return torch.from_numpy(np.stack([getattr(turn, name) for turn in self.turns], 1).astype(dtype))
+        def column(name: str, dtype: Any) -> Tensor:  # [E, T]
+            return torch.from_numpy(np.concatenate([getattr(part, name) for part in self.parts], 1).astype(dtype))
 
         tensors = {
             "frames": torch.frombuffer(bytearray(b"".join(blobs)), dtype=torch.uint8),  # zlib streams, env by env

@@ -1,0 +1,57 @@
+"""Compile every kernel of an update and of a plan of the paper's network for real GPUs, on a machine without one.
+
+Not a test by itself: test_fused.py runs it in a process of its own, as Triton's interpreter must be off. Kernels are
+compiled where they would be launched, so sizes and types are those of a run; what they would have computed is garbage.
+"""
+
+import sys
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from presage import fused_prediction
+from presage.batches import Batch
+from presage.config import ModelConfig, TrainConfig
+from presage.fused import Learner
+from presage.model import Model
+from presage.training import make_optimizer
+
+POINTERS = {
+    torch.float32: "*fp32", torch.bfloat16: "*bf16", torch.uint8: "*u8", torch.bool: "*i1", torch.int64: "*i64",
+}  # fmt: skip
+compiled: dict[tuple[str, str], int] = {}  # (kernel, everything it depends on) -> shared memory in bytes
+
+
+def type_of(value: object) -> str:
+    if isinstance(value, torch.Tensor):
+        return POINTERS[value.dtype]
+    return "fp32" if isinstance(value, float) else "i32"
+
+
+def compile_instead(kernel: JITFunction, *arguments: object, grid: object, warmup: bool, **options: int) -> None:
+    constants = {p.num: value for p, value in zip(kernel.params, arguments, strict=True) if p.is_constexpr}
+    signature = {
+        p.name: "constexpr" if p.num in constants else type_of(value)
+        for p, value in zip(kernel.params, arguments, strict=True)
+    }
+    key = (kernel.__name__, str((signature, constants, options)))
+    if key not in compiled:
+        source = ASTSource(kernel, signature, {(number,): value for number, value in constants.items()})
+        target = GPUTarget("cuda", int(sys.argv[1]), 32)
+        compiled[key] = triton.compile(source, target=target, options=options).metadata.shared
+
+
+JITFunction.run = compile_instead
+model = Model(ModelConfig()).train()
+frames, controls = torch.zeros(100, 4, 84, 84, dtype=torch.uint8), torch.zeros(100, 25, 3)
+batch = Batch(frames, controls, *torch.zeros(3, 100, 25, dtype=torch.bool))
+Learner(model, make_optimizer(model, TrainConfig()), 1.0).update(batch)
+with torch.no_grad():
+    fused_prediction.last_states(
+        torch.zeros(48, 100), torch.zeros(48, 200, 25, 3), list(model.prediction.parameters()), True, torch.bfloat16
+    )
+for (name, _), shared in compiled.items():
+    print(name, shared)
