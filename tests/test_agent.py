@@ -71,12 +71,24 @@ def test_frames_of_the_wrong_shape_or_type_are_refused(tiny_run, wrong):
 
 def test_other_wrong_questions_are_refused(tiny_run, frames):
     agent = tiny_run.agent()
-    with pytest.raises(UsageError, match="k must be at least 1"):
+    with pytest.raises(UsageError, match="k takes whole numbers from 1, not 0"):
         agent.plan(frames[0], "toy", k=0)
     with pytest.raises(UsageError, match="no game 'pongg'"):
         agent.plan(frames[0], "pongg")
-    with pytest.raises(UsageError, match="episodes, k and max_frames must be at least 1"):
+    with pytest.raises(UsageError, match="episodes and max_frames must be at least 1"):
         presage.evaluate(agent, episodes=0)
+    with pytest.raises(UsageError, match="threshold must not be negative"):
+        agent.playing(threshold=-0.1)
+
+
+def test_the_same_network_can_play_otherwise(tiny_run):
+    agent = tiny_run.agent()
+    other = agent.playing(k=3, threshold=0.4, carry=False)
+    result = presage.evaluate(other, games=["toy"], episodes=1)
+    assert (result["k"], result["thresholds"], result["carry"]) == (3, {"toy": 0.4}, False)
+    usual = presage.evaluate(agent, games=["toy"], episodes=1, k=5)
+    assert (usual["k"], usual["thresholds"], usual["carry"]) == (5, {"toy": 0.0}, True)
+    assert agent.k == 4
 
 
 def test_an_export_needs_nothing_of_the_run(tiny_run, frames, tmp_path):

@@ -1,6 +1,7 @@
 """The command line: help that helps, one JSON object, one sentence for each mistake."""
 
 import json
+import shutil
 from pathlib import Path
 
 import pytest
@@ -94,9 +95,15 @@ def test_play_tells_a_score_and_films_it(tiny_run, tmp_path):
     assert "ends in .mp4" in wrong.stderr
 
 
+FIGURES = ("curves", "scores", "forgetting", "calibration", "steps")
+
+
 def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tmp_path):
-    cli("evaluate", tiny_run.path, "--games", "toy", "--episodes", 2)
-    done = cli("report", tiny_run.path, "--out", tmp_path / "report")
+    run = shutil.copytree(tiny_run.path, tmp_path / "tiny")
+    for iteration in (1, 2):
+        cli("evaluate", run, "--games", "toy", "--episodes", 2, "--iteration", iteration)
+        cli("evaluate", run, "--heldout", "--iteration", iteration)
+    done = cli("report", run, "--out", tmp_path / "report")
     assert done.returncode == 0, done.stderr
     page = Path(done.stdout.strip()).read_text()
     names = {p.name for p in (tmp_path / "report").iterdir()}
@@ -106,16 +113,19 @@ def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tm
         "learning.csv",
         "heldout.csv",
         "scores.csv",
-        "curves.svg",
-        "curves.png",
-        "scores.png",
+        "knowledge.csv",
+        "steps.csv",
+        "calibration.csv",
+        *(f"{name}.{kind}" for name in FIGURES for kind in ("svg", "png")),
     }
-    assert "held-out" in (tmp_path / "report" / "curves.svg").read_text() or page.count("data:image/svg+xml") == 2
+    assert page.count("data:image/svg+xml") == len(FIGURES)
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "| toy | " in (tmp_path / "report" / "summary.md").read_text()
     rows = (tmp_path / "report" / "heldout.csv").read_text().splitlines()
     assert len(rows) == 1 + 2 * 2  # iterations × games
     assert rows[0].startswith("run,iteration,game,cases,cross_entropy,baseline_cross_entropy,died_precision")
+    knowledge = (tmp_path / "report" / "knowledge.csv").read_text().splitlines()
+    assert len(knowledge) == 1 + 2 * 2 * 2  # networks × iterations played × games
 
 
 def test_bench_json_has_the_promised_fields():

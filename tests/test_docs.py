@@ -17,7 +17,7 @@ README = (REPOSITORY / "README.md").read_text()
 ORDER = (
     "errors", "config", "tasks", "toy", "games", "arena", "events", "files", "store", "batches", "model",
     "graphs", "fused_prediction", "fused_perception", "fused_adam", "fused", "planner", "checkpoint", "agent",
-    "progress", "collect", "training", "evaluation", "run", "replay", "report", "bench", "cli",
+    "progress", "collect", "training", "knowledge", "evaluation", "run", "replay", "figures", "report", "bench", "cli",
 )  # fmt: skip
 
 

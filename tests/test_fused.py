@@ -192,6 +192,7 @@ def test_the_kernels_are_used_only_where_they_fit():
     assert shape_fits(Model(ModelConfig()))
     assert shape_fits(Model(ModelConfig(prediction="plain")))
     assert not shape_fits(Model(ModelConfig(prediction="lstm")))
+    assert not shape_fits(Model(ModelConfig(layer_norm=False)))
     assert not shape_fits(Model(ModelConfig(channels=(32, 48, 64))))
     assert not shape_fits(Model(ModelConfig(state_size=125)))
 

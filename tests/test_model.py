@@ -77,11 +77,11 @@ def test_the_three_predictions_have_equal_sizes_within_3_percent(sizes):
 def test_the_rrnn_is_the_papers_equations():
     """r = f(LN(h)·x), h' = h + r; f: ReLU, linear, ReLU, linear; no ReLU on the control. Written out, in float64."""
     torch.manual_seed(0)
-    for residual in (True, False):
-        net = RRNN(6, 9, residual).double()
+    for residual, normal in ((True, True), (False, True), (True, False)):  # the last two are ablations
+        net = RRNN(6, 9, residual, normal).double()
         h, x = torch.randn(4, 6).double(), torch.randn(4, 3).double()
         norm = (h - h.mean(1, keepdim=True)) / (h.var(1, unbiased=False, keepdim=True) + 1e-5).sqrt()
-        inner = torch.cat([norm.clamp(min=0), x], 1) @ net.f1.weight.T + net.f1.bias
+        inner = torch.cat([(norm if normal else h).clamp(min=0), x], 1) @ net.f1.weight.T + net.f1.bias
         r = inner.clamp(min=0) @ net.f2.weight.T + net.f2.bias
         expected = h + r if residual else r
         torch.testing.assert_close(net(h, x[:, None])[:, 0], expected)

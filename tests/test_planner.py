@@ -70,6 +70,8 @@ def test_the_best_plan_is_carried_on_moved_up_by_one_unless_the_episode_is_new()
     assert actions[1, 0, :-1].tolist() != [3, 2, 1, 0, 4]
     lasts = {int(make(None, seed=s).candidates(SAME([0, 1]), SAME([False, False]))[0, 0, -1]) for s in range(30)}
     assert lasts == {0, 1, 2}  # its last control is drawn anew
+    planner.carry = False
+    assert planner.candidates(SAME([0, 1]), SAME([False, False]))[0, 0, :-1].tolist() != [1, 0, 2, 1, 0]
 
 
 def test_a_plan_is_remembered_for_its_own_row_only():

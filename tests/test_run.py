@@ -16,6 +16,7 @@ from conftest import TINY, cli, weights
 from presage import checkpoint
 from presage.agent import load
 from presage.collect import collect_shard, open_arenas
+from presage.errors import UsageError
 from presage.games import find
 from presage.progress import Interrupt
 from presage.run import Run, add_line, read_lines
@@ -129,6 +130,19 @@ def test_ctrl_c_stops_play_and_training_together(overlapped, tmp_path):
     again = cli(*OVERLAP, "--run", run)
     assert again.returncode == 0, again.stderr
     assert weights(run) == weights(overlapped.path)
+
+
+def test_another_network_can_learn_from_the_same_data(tiny_run, tmp_path):
+    """The second run plays only what the first has not: its third iteration."""
+    run = presage.train(
+        "debug", tmp_path / "run", **TINY, prediction="lstm", iterations=3, shards_from=str(tiny_run.path)
+    )
+    for shard in tiny_run.path.rglob("data/*/shard*"):
+        assert (run.path / shard.relative_to(tiny_run.path)).read_bytes() == shard.read_bytes()
+    assert [line["iteration"] for line in run.metrics("collect")] == [3, 3]
+    with pytest.raises(UsageError, match="there are no data in nowhere"):
+        presage.train("debug", tmp_path / "none", **TINY, shards_from="nowhere")
+    assert not (tmp_path / "none").exists()
 
 
 def test_a_finished_run_says_so_and_changes_nothing(tiny_run):

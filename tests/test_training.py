@@ -1,6 +1,4 @@
-"""Schedules, gradients, held-out figures by hand; and that it learns, and learns the same twice."""
-
-import math
+"""Schedules and gradients by hand; and that it learns, and learns the same twice."""
 
 import pytest
 import torch
@@ -10,7 +8,7 @@ from conftest import weights
 from presage.batches import Batch
 from presage.config import ModelConfig, TrainConfig, preset, with_fields
 from presage.model import Model
-from presage.training import learning_rate, make_optimizer, one_by_one, scores, update_once
+from presage.training import learning_rate, make_optimizer, one_by_one, update_once
 
 
 def some_batch(size=6, horizon=5) -> Batch:
@@ -83,22 +81,6 @@ def test_valuation_alone_can_be_trained_with_the_rest_frozen(tiny_run, tmp_path)
     trained = run.agent().model.state_dict()
     changed = {name for name in donor if not torch.equal(donor[name], trained[name])}
     assert changed == {name for name in donor if name.startswith("valuation.")}
-
-
-def test_heldout_figures_by_hand():
-    """Two cases, two steps; the second step of the second case is masked."""
-    p = torch.tensor([[[0.9, 0.2], [0.8, 0.1]], [[0.6, 0.7], [0.5, 0.5]]], dtype=torch.float64)
-    happened = torch.tensor([[[True, False], [True, False]], [[False, True], [True, True]]])
-    mask = torch.tensor([[True, True], [True, False]])
-    got = scores(p, happened, mask)
-    said = [0.9, 0.8, 0.8, 0.9, 1 - 0.6, 0.7]  # what it gave to what then happened
-    assert got["cross_entropy"] == pytest.approx(-sum(map(math.log, said)) / 6)
-    # Step 1: died and scored once in two cases each; step 2: one case, where the rate is certain.
-    assert got["baseline_cross_entropy"] == pytest.approx(-4 * math.log(0.5) / 6, abs=1e-9)
-    assert got["died"] == {"precision": 2 / 3, "recall": 1.0, "f1": pytest.approx(0.8), "positives": 2.0}
-    assert got["scored"] == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "positives": 1.0}
-    never = scores(torch.full_like(p, 0.1), happened, mask)
-    assert never["died"] == {"precision": 0.0, "recall": 0.0, "f1": 0.0, "positives": 2.0}
 
 
 def test_it_learns_the_toy_that_only_looking_ahead_can_win(tmp_path):

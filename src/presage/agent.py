@@ -1,7 +1,8 @@
 """A trained network that plans: load it, ask it, hand it on."""
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from copy import copy
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ from torch import Tensor
 from presage import __version__, checkpoint, fused
 from presage.arena import Array, Chooser
 from presage.batches import controls_table
-from presage.config import Config, at, from_json, to_json
+from presage.config import Config, at, check, from_json, to_json
 from presage.errors import RunError, UsageError
 from presage.files import checksum, encode_tensors, read_json, write_bytes, write_json
 from presage.games import find
@@ -67,8 +68,21 @@ class Agent:
         self.specs = {spec.name: spec for spec in specs}
         self.config, self.iteration, self.device = config, iteration, device
         self.plays = iteration + 1  # the iteration whose k and thresholds it plays by
+        self.bound: float | None = None  # on P(died) in all games, instead of those thresholds
         self.fast = config.machine.fused and fused.fits(model, device)
         self.generator = torch.Generator(device).manual_seed(config.seed)
+
+    def playing(self, k: int | None = None, threshold: float | None = None, carry: bool | None = None) -> "Agent":
+        """The same network, which plans otherwise: with this k, with this bound on P(died) in all games, with or
+        without considering the last plan again."""
+        plan = self.config.plan
+        plan = replace(plan, k=plan.k if k is None else ((1, k),), carry=plan.carry if carry is None else carry)
+        if threshold is not None and not threshold >= 0:
+            raise UsageError(f"the threshold must not be negative, as {threshold} is.")
+        other = copy(self)
+        other.config = check(replace(self.config, plan=plan))
+        other.bound = self.bound if threshold is None else threshold
+        return other
 
     @property
     def k(self) -> int:
@@ -76,22 +90,17 @@ class Agent:
         return int(at(self.config.plan.k, self.plays))
 
     def threshold(self, spec: Spec) -> float:
+        if self.bound is not None:
+            return self.bound
         return self.config.plan.thresholds.get(spec.name, at(spec.thresholds, self.plays))
 
-    def planner(
-        self,
-        specs: Sequence[Spec],
-        seed: int | None,
-        k: int | None = None,
-        threshold: float | None = None,
-        fast: bool = True,
-    ) -> Planner:
+    def planner(self, specs: Sequence[Spec], seed: int | None, fast: bool = True) -> Planner:
         """A planner for one game of each spec at a time (name a spec as often as its game is played).
 
         With no seed it draws from the agent's own generator. fast: use a GPU's fused network, if there is one.
         """
         fast = fast and self.fast
-        thresholds = [self.threshold(spec) if threshold is None else threshold for spec in specs]
+        thresholds = [self.threshold(spec) for spec in specs]
         generator = self.generator if seed is None else torch.Generator(self.device).manual_seed(seed)
         return Planner(
             perceive=partial(fused.perceive, self.model) if fast else self.model.perceive,
@@ -99,14 +108,15 @@ class Agent:
             tables=controls_table(specs).to(self.device),
             action_counts=torch.tensor([len(spec.controls) for spec in specs], device=self.device),
             thresholds=torch.tensor(thresholds, dtype=torch.float32, device=self.device),
-            k=self.k if k is None else k,
+            k=self.k,
             horizon=self.config.data.horizon,
             generator=generator,
+            carry=self.config.plan.carry,
         )
 
-    def chooser(self, specs: Sequence[Spec], seed: int, k: int | None = None) -> Chooser:
+    def chooser(self, specs: Sequence[Spec], seed: int) -> Chooser:
         """A planner for a long play of all these games; on a GPU each step is one launch."""
-        planner = self.planner(specs, seed, k)
+        planner = self.planner(specs, seed)
         if not self.fast:
             return planner
         act = Captured(lambda frames, fresh: planner.act(frames, fresh, planner.rows), generator=planner.generator)
@@ -132,10 +142,8 @@ class Agent:
         Give the plan of the step before as `previous` and it is carried on (S17); leave it out where an episode starts.
         """
         batch, single = checked_frames(frames)
-        if k is not None and k < 1:
-            raise UsageError(f"k must be at least 1, not {k}.")
         spec = self.spec(task)
-        planner = self.planner([spec] * len(batch), seed, k, threshold, fast=False)  # as what is shown below
+        planner = self.playing(k, threshold).planner([spec] * len(batch), seed, fast=False)  # as what is shown below
         rows = planner.rows
         fresh = torch.full((len(batch),), previous is None, device=self.device)
         if previous is not None:

@@ -80,32 +80,42 @@ def evaluate(
     games: tuple[str, ...] = (),
     episodes: int = 30,
     k: int | None = None,
+    threshold: float | None = None,
+    no_carry: bool = False,
     iteration: int | None = None,
     seed: int = 0,
     sticky: float = 0.0,
     max_frames: int = 108_000,
     random: bool = False,
+    heldout: bool = False,
     json: bool = False,
 ) -> None:
-    """Score a run's agent, or an exported one, on full episodes.
+    """Score a run's agent, or an exported one, on full episodes; with --heldout, on what it foresees.
 
     Args:
         run: The run's folder, or an exported agent's.
         games: Games to play; all it was trained on unless told.
         episodes: Full episodes a game.
         k: Sequences imagined a step; what the next iteration would use unless told.
+        threshold: Bound on P(died) in all these games; what the next iteration would use unless told.
+        no_carry: Only new sequences at each step: do not consider the last one's best again.
         iteration: Which iteration's network; the newest unless told.
         seed: Of no-op starts and imagined sequences.
         sticky: Chance that the emulator repeats the previous action.
         max_frames: Where an episode is cut, in emulator frames: 30 minutes of play unless told.
         random: Play at random instead, in the same way: the score to beat.
+        heldout: Do not play: tell how well it foresees what happens in cases that the run has held out.
         json: Print one JSON object on standard output and nothing else there.
     """
     from presage.agent import load
     from presage.evaluation import evaluate as score
     from presage.run import add_line
 
-    result = score(load(run, iteration), games or None, episodes, k, seed, random, sticky, max_frames)
+    if heldout:
+        _tell_knowledge(run, iteration, games, json)
+        return
+    agent = load(run, iteration).playing(k, threshold, False if no_carry else None)
+    result = score(agent, games or None, episodes, None, seed, random, sticky, max_frames)
     if (run / "config.json").exists():
         add_line(run / "evaluations.jsonl", result)
     if json:
@@ -117,6 +127,26 @@ def evaluate(
         low, high = map(_number, game["ci95"])
         known = [_number(game["random"]), _number(game["human"]), _number(game["human_normalized"])]
         table.add_row(name, _number(game["mean"]), f"{low} … {high}", str(game["episodes"]), *known)
+    Console().print(table)
+
+
+def _tell_knowledge(run: Path, iteration: int | None, games: Sequence[str], json: bool) -> None:
+    from presage.agent import load
+    from presage.knowledge import examine
+    from presage.run import add_line
+
+    result = examine(load(run, iteration), run, games or None)
+    add_line(run / "knowledge.jsonl", result)
+    if json:
+        print(json_module.dumps(result))
+        return
+    title = f"iteration {result['iteration']} on held-out cases"
+    table = Table("game", "of", "cases", "loss", "the best constant's", "F1 died", "F1 scored", title=title)
+    for name in ("random", "planned"):
+        for game, known in result.get(name, {}).items():
+            losses = f"{known['cross_entropy']:.4f}", f"{known['baseline_cross_entropy']:.4f}"
+            foreseen = (f"{known[outcome]['f1']:.2f}" for outcome in ("died", "scored"))
+            table.add_row(game, f"{name} play", str(known["cases"]), *losses, *foreseen)
     Console().print(table)
 
 

@@ -18,8 +18,9 @@ import torch
 from presage.agent import Agent, load
 from presage.arena import Arena, Array, Chooser, Turn, play
 from presage.config import Config
+from presage.files import write_bytes
 from presage.progress import Bar, Interrupt
-from presage.store import HELDOUT, RUN, Episodes, ShardWriter, Store, shard_lengths, shard_path
+from presage.store import HELDOUT, RUN, Episodes, ShardWriter, Store, checksum_path, shard_lengths, shard_path
 from presage.tasks import Spec, Task
 
 ARENA, CHOOSER = 1, 2  # which generator a seed is for
@@ -190,6 +191,16 @@ def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -
     return [shard_path(path, iteration, shard, task.name) for task in tasks]
 
 
+def borrow(donor: Path, run: Path, files: Sequence[Path]) -> None:
+    """Copy those of a run's shards that are not there yet and that another run has; checked when they are taken in."""
+    for file in files:
+        theirs = donor / file.relative_to(run)
+        if theirs.exists() and not file.exists():
+            file.parent.mkdir(parents=True, exist_ok=True)
+            write_bytes(checksum_path(file), checksum_path(theirs).read_bytes())
+            write_bytes(file, theirs.read_bytes())
+
+
 class Player:
     """Plays iterations when they are asked for or, with `overlap`, while the one before trains.
 
@@ -244,6 +255,10 @@ class Player:
         start, fresh = self.store.size, []
         with torch.cuda.stream(own):  # so that it runs beside training; nothing where there is no GPU
             for shard, length in enumerate(shard_lengths(self.config, iteration)):
+                if self.config.data.shards_from:
+                    borrow(
+                        Path(self.config.data.shards_from), self.path, shard_files(self.path, iteration, shard, tasks)
+                    )
                 fresh.append(not all(file.exists() for file in shard_files(self.path, iteration, shard, tasks)))
                 if fresh[-1]:
                     measured = collect_shard(

@@ -38,6 +38,8 @@ class DataConfig:
     """Chance that the emulator repeats the previous action instead (0: as in the paper)."""
     horizon: int = 25
     """Steps looked ahead."""
+    shards_from: str = ""
+    """Take the shards that this run has instead of playing them: other networks, equal data."""
     overlap: bool = False
     """Play the next iteration while this one trains, with the network of the iteration before (from the third on)."""
 
@@ -54,6 +56,8 @@ class ModelConfig:
     """Numbers in h, the state that Prediction moves forward."""
     hidden_size: int = 500
     """Width of f, the function inside the RRNN."""
+    layer_norm: bool = True
+    """Normalise h before f; off: the ablation."""
 
 
 @dataclass(frozen=True)
@@ -94,6 +98,8 @@ class PlanConfig:
     """Control sequences imagined at each step: pairs of (from iteration, number)."""
     thresholds: dict[str, float] = field(default_factory=dict)
     """Fixed bound on P(died) for a game, instead of that game's own schedule (`presage games` shows it)."""
+    carry: bool = True
+    """Consider the last step's best sequence again, moved on by one."""
 
 
 @dataclass(frozen=True)

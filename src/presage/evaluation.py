@@ -30,15 +30,18 @@ def evaluate(
     max_frames: int = MAX_FRAMES,
 ) -> dict[str, Any]:
     """Scores of full episodes in each game; random=True plays uniformly random actions in the same way instead."""
-    if episodes < 1 or (k is not None and k < 1) or seed < 0 or max_frames < 1:
-        raise UsageError("episodes, k and max_frames must be at least 1, and the seed not negative.")
+    if episodes < 1 or seed < 0 or max_frames < 1:
+        raise UsageError("episodes and max_frames must be at least 1, and the seed not negative.")
     if not 0 <= sticky <= 1:
         raise UsageError(f"sticky is a chance between 0 and 1, not {sticky}.")
     tasks = find(list(agent.specs) if games is None else games)
-    results = {t.name: _game(agent, t, episodes, k, seed, random, sticky, max_frames) for t in tasks}
+    agent = agent.playing(k=k)
+    results = {task.name: _game(agent, task, episodes, seed, random, sticky, max_frames) for task in tasks}
     return {
         "iteration": agent.iteration,
-        "k": agent.k if k is None else k,
+        "k": agent.k,
+        "thresholds": {task.name: agent.threshold(agent.spec(task)) for task in tasks},
+        "carry": agent.config.plan.carry,
         "policy": "random" if random else "planned",
         "seed": seed,
         "sticky": sticky,
@@ -48,13 +51,13 @@ def evaluate(
 
 
 def _game(
-    agent: Agent, task: Task, episodes: int, k: int | None, seed: int, random: bool, sticky: float, max_frames: int
+    agent: Agent, task: Task, episodes: int, seed: int, random: bool, sticky: float, max_frames: int
 ) -> dict[str, Any]:
     rows = min(episodes, PARALLEL[agent.device.type])
     quota = np.full(rows, episodes // rows) + (np.arange(rows) < episodes % rows)  # episodes each row still owes
     chooser = random_chooser([task], rows, whole_seed(seed, CHOOSER))
     specs, plan_seed = [Spec.of(task)] * rows, whole_seed(seed, CHOOSER)
-    planner = agent.planner(specs, plan_seed, k)
+    planner = agent.planner(specs, plan_seed)
 
     def choose(frames: Array, fresh: Array) -> Array:
         """Plan only for games whose result still counts."""
@@ -64,7 +67,7 @@ def _game(
         return actions
 
     # On a GPU one launch for all games costs less than several for some.
-    planned: Chooser = agent.chooser(specs, plan_seed, k) if agent.fast else choose
+    planned: Chooser = agent.chooser(specs, plan_seed) if agent.fast else choose
     title = f"{'random play' if random else 'evaluate'}: {task.name}"
     with closing(Arena([task], rows, sticky=sticky, max_frames=max_frames)) as arena:
         scores, steps = fold_episodes(arena, chooser if random else planned, (seed, ARENA), quota, title)

@@ -26,8 +26,8 @@ def fits(model: Model, device: torch.device) -> bool:
 
 
 def shape_fits(model: Model) -> bool:
-    """The RRNN, no wider than shared memory bears; numbers of channels that are powers of two."""
-    if not isinstance(model.prediction, RRNN):
+    """The RRNN, normalised, no wider than shared memory bears; numbers of channels that are powers of two."""
+    if not isinstance(model.prediction, RRNN) or not model.prediction.normal:
         return False
     hidden, inputs = model.prediction.f1.weight.shape
     channels = [conv.out_channels for conv in model.perception.modules() if isinstance(conv, torch.nn.Conv2d)]

@@ -49,11 +49,11 @@ class Perception(nn.Module):
 
 
 class RRNN(nn.Module):
-    """r = f(LN(h)·x), h' = h + r. With residual=False: h' = f(LN(h)·x), the ablation (S5, S8)."""
+    """r = f(LN(h)·x), h' = h + r (S5, S8). Ablations: with residual=False h' = f(LN(h)·x), with normal=False no LN."""
 
-    def __init__(self, state_size: int, hidden_size: int, residual: bool):
+    def __init__(self, state_size: int, hidden_size: int, residual: bool, normal: bool = True):
         super().__init__()
-        self.residual = residual
+        self.residual, self.normal = residual, normal
         self.f1 = nn.Linear(state_size + CONTROL, hidden_size)
         self.f2 = nn.Linear(hidden_size, state_size)
 
@@ -76,7 +76,9 @@ class RRNN(nn.Module):
 
     def step(self, h: Tensor, push: Tensor, from_h: Tensor) -> Tensor:
         # ReLU comes before each linear layer, so that r may be negative; the control does not go through it.
-        inner = torch.addmm(push, F.relu(layer_norm(h)), from_h.T)  # f1 of the concatenation, in two halves
+        inner = torch.addmm(
+            push, F.relu(layer_norm(h) if self.normal else h), from_h.T
+        )  # f1 of the concatenation, in two halves
         r: Tensor = self.f2(F.relu(inner))
         return h + r if self.residual else r
 
@@ -132,7 +134,8 @@ class Model(nn.Module):
         if config.prediction == "lstm":
             self.prediction = LSTM(config.state_size, config.hidden_size)
         else:
-            self.prediction = RRNN(config.state_size, config.hidden_size, residual=config.prediction == "rrnn")
+            residual = config.prediction == "rrnn"
+            self.prediction = RRNN(config.state_size, config.hidden_size, residual, config.layer_norm)
         self.valuation = Valuation(config.state_size)
 
     def forward(self, frames: Tensor, controls: Tensor) -> Tensor:

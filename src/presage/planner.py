@@ -14,9 +14,8 @@ from presage.arena import Array
 from presage.events import Outlook
 from presage.tasks import FRAME, STACK
 
-Imagine = Callable[
-    [Tensor, Tensor], Outlook
-]  # (state [N, S], controls [N, k, H, 3]) -> P(died), P(scored), [N, k] each
+# (state [N, S], controls [N, k, H, 3]) -> P(died), P(scored), [N, k] each
+Imagine = Callable[[Tensor, Tensor], Outlook]
 Perceive = Callable[[Tensor], Tensor]  # frames uint8 [N, 4, 84, 84] -> state [N, S]
 
 
@@ -64,10 +63,11 @@ class Planner:
         k: int,
         horizon: int,
         generator: torch.Generator,
+        carry: bool = True,
     ):
         self.perceive, self.imagine = perceive, imagine
         self.tables, self.action_counts, self.thresholds = tables, action_counts, thresholds
-        self.k, self.horizon, self.generator = k, horizon, generator
+        self.k, self.horizon, self.generator, self.carry = k, horizon, generator, carry
         self.rows = torch.arange(len(tables), device=tables.device)
         self.stacks = torch.zeros(len(tables), STACK, FRAME, FRAME, dtype=torch.uint8, device=tables.device)
         self.carried = torch.zeros(len(tables), horizon, dtype=torch.int64, device=tables.device)
@@ -88,8 +88,9 @@ class Planner:
         counts = self.action_counts[rows][:, None, None]
         uniform = torch.rand(len(rows), self.k, self.horizon, generator=self.generator, device=rows.device)
         actions = (uniform * counts).long().clamp(max=counts - 1)  # u * n may round up to n
-        moved_on = torch.cat([self.carried[rows, 1:], actions[:, 0, -1:]], 1)
-        actions[:, 0] = torch.where(fresh[:, None], actions[:, 0], moved_on)
+        if self.carry:
+            moved_on = torch.cat([self.carried[rows, 1:], actions[:, 0, -1:]], 1)
+            actions[:, 0] = torch.where(fresh[:, None], actions[:, 0], moved_on)
         return actions
 
     def plan(self, stacks: Tensor, fresh: Tensor, rows: Tensor) -> Plan:

@@ -3,23 +3,20 @@
 import base64
 import csv
 import html
-from collections.abc import Sequence
-from itertools import cycle
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
+from presage import figures
 from presage.agent import read_config
 from presage.errors import UsageError
-from presage.run import Run
-
-COLOURS = ("#2f6f9f", "#c8553d", "#588157", "#8d6a9f", "#b08900", "#4a4e69")
-GREY = "#8a8a8a"
-Rows = list[dict[str, Any]]
+from presage.figures import Rows
+from presage.run import Run, read_lines
 
 
 def write(folders: Sequence[Path], out: Path) -> Path:
     """The page's path."""
-    plotting()
+    figures.plotting()
     runs = [Run(folder, read_config(folder)[0]) for folder in folders]
     for run in runs:
         if not run.metrics("heldout"):
@@ -27,13 +24,21 @@ def write(folders: Sequence[Path], out: Path) -> Path:
     if len({run.path.name for run in runs}) < len(runs):
         raise UsageError("two of these runs have the same name: rename a folder, so that a report can tell them apart.")
     out.mkdir(parents=True, exist_ok=True)
-    tables = {"learning": learning(runs), "heldout": heldout(runs), "scores": scores(runs), "speed": speed(runs)}
+    made = (learning, heldout, scores, speed, knowledge, steps, calibration)
+    tables = {table.__name__: table(runs) for table in made}
     for name, rows in tables.items():
-        write_csv(out / f"{name}.csv", rows)
-    pictures = [draw_curves(runs, out / "curves"), draw_scores(tables["scores"], out / "scores")]
+        if rows:
+            write_csv(out / f"{name}.csv", rows)
+    drawn = [
+        figures.curves(runs, out / "curves"),
+        figures.scores(tables["scores"], out / "scores"),
+        figures.forgetting(tables["knowledge"], out / "forgetting"),
+        figures.calibration(tables["calibration"], out / "calibration"),
+        figures.steps(tables["steps"], out / "steps"),
+    ]
     (out / "summary.md").write_text("\n".join(summary(run, tables) for run in runs))
     page = out / "index.html"
-    page.write_text(render(runs, tables, [picture for picture in pictures if picture]))
+    page.write_text(render(runs, tables, [picture for picture in drawn if picture]))
     return page
 
 
@@ -47,10 +52,7 @@ def heldout(runs: Sequence[Run]) -> Rows:
     for run in runs:
         for line in run.metrics("heldout"):
             for game, values in line["games"].items():
-                row = {"run": run.path.name, "iteration": line["iteration"], "game": game, "cases": values["cases"]}
-                row |= {name: values[name] for name in ("cross_entropy", "baseline_cross_entropy")}
-                row |= {f"{what}_{name}": values[what][name] for what in ("died", "scored") for name in values[what]}
-                rows.append(row)
+                rows.append({"run": run.path.name, "iteration": line["iteration"], "game": game} | flat(values))
     return rows
 
 
@@ -64,6 +66,53 @@ def scores(runs: Sequence[Run]) -> Rows:
                 row |= {"ci95_low": values["ci95"][0], "ci95_high": values["ci95"][1], "episodes": values["episodes"]}
                 rows.append(row | {name: values[name] for name in ("random", "human", "human_normalized")})
     return rows
+
+
+def knowledge(runs: Sequence[Run]) -> Rows:
+    """Every network on the held-out cases of every iteration's play."""
+    rows = []
+    for run in runs:
+        for line in known(run):
+            for played, games in line["played"].items():
+                for game, values in games.items():
+                    row = {"run": run.path.name, "iteration": line["iteration"], "played": int(played), "game": game}
+                    rows.append(row | flat(values))
+    return rows
+
+
+def steps(runs: Sequence[Run]) -> Rows:
+    """The newest network that was examined, by step ahead."""
+    return [
+        row | {"step": step} | values
+        for row, detail in details(runs)
+        for step, values in enumerate(detail["steps"][row["outcome"]], 1)
+    ]
+
+
+def calibration(runs: Sequence[Run]) -> Rows:
+    """The newest network that was examined, by what it said."""
+    return [row | values for row, detail in details(runs) for values in detail["calibration"][row["outcome"]]]
+
+
+def known(run: Run) -> list[dict[str, Any]]:
+    """What `presage evaluate --heldout` found, the last of each iteration's network."""
+    lines = {line["iteration"]: line for line in read_lines(run.path / "knowledge.jsonl")}
+    return [lines[iteration] for iteration in sorted(lines)]
+
+
+def details(runs: Sequence[Run]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    for run in runs:
+        for line in known(run)[-1:]:
+            for play in ("random", "planned"):
+                for game, detail in line.get(play, {}).items():
+                    for outcome in ("died", "scored"):
+                        row = {"run": run.path.name, "iteration": line["iteration"], "play": play, "game": game}
+                        yield row | {"outcome": outcome}, detail
+
+
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+    row = {name: values[name] for name in ("cases", "cross_entropy", "baseline_cross_entropy")}
+    return row | {f"{what}_{name}": values[what][name] for what in ("died", "scored") for name in values[what]}
 
 
 def speed(runs: Sequence[Run]) -> Rows:
@@ -123,77 +172,9 @@ def interval(row: dict[str, Any] | None) -> str:
 
 def write_csv(path: Path, rows: Rows) -> None:
     with path.open("w", newline="") as file:
-        writer = csv.DictWriter(file, list(rows[0]) if rows else ["empty"])
+        writer = csv.DictWriter(file, list(rows[0]))
         writer.writeheader()
         writer.writerows(rows)
-
-
-def plotting() -> Any:
-    try:
-        import matplotlib
-    except ImportError:
-        raise UsageError("reports need matplotlib: pip install 'presage[report]'.") from None
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    pyplot.rcParams.update(
-        {"axes.spines.top": False, "axes.spines.right": False, "font.size": 10, "svg.hashsalt": "presage"}
-    )
-    return pyplot
-
-
-def save(figure: Any, stem: Path) -> Path:
-    figure.savefig(stem.with_suffix(".png"), dpi=150, bbox_inches="tight")
-    figure.savefig(stem.with_suffix(".svg"), bbox_inches="tight", metadata={"Date": None})
-    plotting().close(figure)
-    return stem.with_suffix(".svg")
-
-
-def draw_curves(runs: Sequence[Run], stem: Path) -> Path:
-    """Left the training loss; right, for each game, the held-out loss as a share of the best constant's."""
-    figure, (left, right) = plotting().subplots(1, 2, figsize=(10, 3.6))
-    styles = ("-", "--", ":", "-.")
-    for run, style in zip(runs, cycle(styles)):
-        lines = run.metrics("train")
-        x = [line["iteration"] - 1 + line["update"] / run.config.train.updates for line in lines]
-        left.plot(x, [line["loss"] for line in lines], color=GREY, ls=style, lw=1.6, label=run.path.name)
-        known = run.metrics("heldout")
-        for game, colour in zip(run.config.games, cycle(COLOURS)):
-            values = [line["games"][game] for line in known]
-            share = [value["cross_entropy"] / value["baseline_cross_entropy"] for value in values]
-            label = game if len(runs) == 1 else f"{run.path.name}: {game}"
-            right.plot([line["iteration"] for line in known], share, color=colour, ls=style, marker="o", label=label)
-    left.set(xlabel="iterations", ylabel="training loss", ylim=(0, None))
-    right.axhline(1, color=GREY, lw=1)
-    right.annotate(
-        "the best constant", (0.99, 1), (0, -4), ("axes fraction", "data"), "offset points", ha="right", va="top"
-    )
-    right.set(xlabel="iterations", ylabel="held-out loss / the constant's", ylim=(0, 1.1))
-    for axis in (left, right):
-        axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.legend(frameon=False)
-    figure.tight_layout()
-    return save(figure, stem)
-
-
-def draw_scores(rows: Rows, stem: Path) -> Path | None:
-    """For each game every evaluation with its 95 % interval, random play in grey, the human score where it is near."""
-    names = list(dict.fromkeys(row["game"] for row in rows))
-    if not names:
-        return None
-    figure, axes = plotting().subplots(1, len(names), figsize=(3.4 * len(names), 3.2), squeeze=False)
-    for axis, game in zip(axes[0], names, strict=True):
-        mine = [row for row in rows if row["game"] == game]
-        for i, row in enumerate(mine):
-            colour = GREY if row["policy"] == "random" else COLOURS[0]
-            spread = [[row["mean"] - row["ci95_low"]], [row["ci95_high"] - row["mean"]]]
-            axis.errorbar([i], [row["mean"]], spread, fmt="o", color=colour, capsize=4)
-        labels = ["random" if row["policy"] == "random" else f"it. {row['iteration']}, k {row['k']}" for row in mine]
-        axis.set_xticks(range(len(mine)), labels, rotation=30, ha="right")
-        axis.set(title=game, xlim=(-0.6, len(mine) - 0.4))
-    axes[0][0].set_ylabel("score, mean and 95 % interval")
-    figure.tight_layout()
-    return save(figure, stem)
 
 
 def render(runs: Sequence[Run], tables: dict[str, Rows], pictures: Sequence[Path]) -> str:

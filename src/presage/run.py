@@ -25,11 +25,12 @@ from presage.errors import RunError, UsageError
 from presage.evaluation import evaluate
 from presage.files import write_bytes, write_json
 from presage.games import AtariTask, find
+from presage.knowledge import heldout
 from presage.model import Model
 from presage.progress import Interrupt, say
 from presage.store import HELDOUT, Budget, Store, budget, gpu_memory, machine_memory, shard_path
 from presage.tasks import Spec, Task
-from presage.training import Updater, heldout, make_optimizer, train_phase
+from presage.training import Updater, make_optimizer, train_phase
 
 
 @dataclass(frozen=True)
@@ -101,7 +102,7 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
             clock.lap("train")
 
             # Look, and finish.
-            known = heldout(model, store, config)
+            known = heldout(model, store, config.data.horizon)
             metrics.log("heldout", iteration, {"games": known})
             announce(known)
             clock.lap("heldout")
@@ -128,6 +129,8 @@ def check_request(config: Config, tasks: Sequence[Task], path: Path) -> None:
         raise UsageError(f"thresholds name {', '.join(sorted(unknown))}, which this run does not play.")
     if config.train.init_from and checkpoint.newest(path) is None:
         donor(config)
+    if config.data.shards_from and not (Path(config.data.shards_from) / "data").is_dir():
+        raise UsageError(f"there are no data in {config.data.shards_from} to take shards from.")
     for task in tasks:
         if not isinstance(task, AtariTask):
             rehearse(task)

@@ -1,4 +1,4 @@
-"""One training phase, and what the network then knows about cases it has never seen (S21–S23)."""
+"""One training phase (S21–S23)."""
 
 import math
 import time
@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from presage import fused
-from presage.batches import Batch, Sampler, assemble, heldout_rows, stream
+from presage.batches import Batch, Sampler, assemble, stream
 from presage.config import Config, TrainConfig, at
 from presage.errors import RunError
 from presage.graphs import Captured
@@ -21,7 +21,6 @@ from presage.store import Store
 
 SAMPLER = 3  # which generator a seed is for
 AT_ONCE = 100  # updates whose rows go to a GPU together
-HELDOUT_CASES = 2_000  # a game
 WARM_UP = 100  # updates, with lr_decay = cosine
 
 
@@ -191,50 +190,3 @@ class Recent:
         values = {"loss": self.loss(), **speed}
         self.clear()
         return values
-
-
-@torch.inference_mode()
-def heldout(model: Model, store: Store, config: Config) -> dict[str, dict[str, Any]]:
-    """For each game, on cases never trained on: cross-entropy beside the best constant's, precision, recall, F1."""
-    model.eval()
-    games = {}
-    for index, task in enumerate(store.tasks):
-        cases = heldout_rows(store, index, HELDOUT_CASES)
-        parts = []
-        for some in np.array_split(cases, math.ceil(len(cases) / 250)):
-            rows = torch.from_numpy(some).to(store.home)
-            batch = Batch(*(t.to(store.device) for t in assemble(store, rows, config.data.horizon)))
-            logits = model(batch.frames, batch.controls)
-            parts.append((logits.sigmoid(), torch.stack([batch.died, batch.scored], -1), batch.mask))
-        p, happened, mask = (torch.cat(part).cpu() for part in zip(*parts, strict=True))
-        games[task.name] = scores(p.double(), happened, mask)
-    return games
-
-
-def scores(p: Tensor, happened: Tensor, mask: Tensor) -> dict[str, Any]:
-    """p, happened: [B, H, 2]; mask: [B, H]."""
-    weight = mask[..., None].double()  # [B, H, 1]
-    # The strongest constant: for each step ahead and outcome the rate in this very set.
-    rate = (happened * weight).sum(0) / weight.sum(0).clamp(min=1)  # [H, 2]
-    return {
-        "cases": len(p),
-        "cross_entropy": cross_entropy(p, happened, weight),
-        "baseline_cross_entropy": cross_entropy(rate.expand_as(p), happened, weight),
-        **{name: detection(p[..., i], happened[..., i], mask) for i, name in enumerate(("died", "scored"))},
-    }
-
-
-def cross_entropy(p: Tensor, happened: Tensor, weight: Tensor) -> float:
-    sure = p.clamp(1e-12, 1 - 1e-12)
-    each = -torch.where(happened, sure.log(), (1 - sure).log())
-    return float((each * weight).sum() / (weight.sum() * p.shape[-1]))
-
-
-def detection(p: Tensor, happened: Tensor, mask: Tensor) -> dict[str, float]:
-    """Of 'this will happen' said where P > 1/2: how often right, and how much of what happened was foreseen."""
-    said, happened = (p > 0.5) & mask, happened & mask
-    right = float((said & happened).sum())
-    precision = right / max(float(said.sum()), 1.0)
-    recall = right / max(float(happened.sum()), 1.0)
-    f1 = 2 * precision * recall / max(precision + recall, 1e-12)
-    return {"precision": precision, "recall": recall, "f1": f1, "positives": float(happened.sum())}

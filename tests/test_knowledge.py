@@ -1,0 +1,85 @@
+"""Figures about what a network foresees, by hand and of a real run."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+
+import presage
+from conftest import cli
+from presage.errors import UsageError
+from presage.knowledge import Foretold, by_step, calibration, examine, scores
+
+
+def test_heldout_figures_by_hand():
+    """Two cases, two steps; the second step of the second case is masked."""
+    p = torch.tensor([[[0.9, 0.2], [0.8, 0.1]], [[0.6, 0.7], [0.5, 0.5]]], dtype=torch.float64)
+    happened = torch.tensor([[[True, False], [True, False]], [[False, True], [True, True]]])
+    mask = torch.tensor([[True, True], [True, False]])
+    got = scores(Foretold(p, happened, mask))
+    said = [0.9, 0.8, 0.8, 0.9, 1 - 0.6, 0.7]  # what it gave to what then happened
+    assert got["cross_entropy"] == pytest.approx(-sum(map(math.log, said)) / 6)
+    # Step 1: died and scored once in two cases each; step 2: one case, where the rate is certain.
+    assert got["baseline_cross_entropy"] == pytest.approx(-4 * math.log(0.5) / 6, abs=1e-9)
+    assert got["died"] == {"precision": 2 / 3, "recall": 1.0, "f1": pytest.approx(0.8), "positives": 2.0}
+    assert got["scored"] == {"precision": 1.0, "recall": 1.0, "f1": 1.0, "positives": 1.0}
+    never = scores(Foretold(torch.full_like(p, 0.1), happened, mask))
+    assert never["died"] == {"precision": 0.0, "recall": 0.0, "f1": 0.0, "positives": 2.0}
+
+
+def test_figures_of_each_step_by_hand():
+    """Three cases, two steps; nobody knows the second step of the last case."""
+    p = torch.tensor([[0.9, 0.8], [0.2, 0.6], [0.3, 0.99]], dtype=torch.float64)
+    happened = torch.tensor([[True, True], [False, False], [False, True]])
+    mask = torch.tensor([[True, True], [True, True], [True, False]])
+    never = torch.zeros_like(happened)
+    steps = by_step(Foretold(torch.stack([p, p], -1), torch.stack([happened, never], -1), mask))["died"]
+    first, second = steps
+    assert first["cross_entropy"] == pytest.approx(-(math.log(0.9) + math.log(0.8) + math.log(0.7)) / 3)
+    assert first["baseline_cross_entropy"] == pytest.approx(-(math.log(1 / 3) + 2 * math.log(2 / 3)) / 3)
+    assert (first["precision"], first["recall"], first["positives"]) == (1, 1, 1)
+    assert second["cross_entropy"] == pytest.approx(-(math.log(0.8) + math.log(0.4)) / 2)
+    assert (second["precision"], second["recall"], second["positives"]) == (0.5, 1, 1)
+
+
+def test_calibration_by_hand():
+    p = torch.tensor([[0.11], [0.19], [0.95], [1.0], [0.5]], dtype=torch.float64)
+    happened = torch.tensor([[False], [True], [True], [True], [True]])
+    mask = torch.tensor([[True], [True], [True], [True], [False]])
+    curve = calibration(Foretold(torch.stack([p, p], -1), torch.stack([happened, ~happened], -1), mask))
+    assert curve["died"] == [
+        {"cases": 2, "said": pytest.approx(0.15), "happened": 0.5},
+        {"cases": 2, "said": pytest.approx(0.975), "happened": 1},  # a certainty is in the last bin
+    ]
+    assert [part["happened"] for part in curve["scored"]] == [0.5, 0]
+
+
+def test_a_runs_held_out_cases(tiny_run, tmp_path):
+    """Of both iterations, each as the run itself measured; the first is random play, the second planned."""
+    run = shutil.copytree(tiny_run.path, tmp_path / "run")
+    done = cli("evaluate", run, "--heldout", "--json")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
+    assert result == json.loads((run / "knowledge.jsonl").read_text())
+    assert list(result["played"]) == ["1", "2"]
+    first = examine(tiny_run.agent(1), run)
+    measured = tiny_run.metrics("heldout")[0]["games"]  # of iteration 1's network on all it had: iteration 1's cases
+    for game in ("toy", "breakout"):
+        for figure in ("cross_entropy", "baseline_cross_entropy"):
+            assert first["played"][1][game][figure] == pytest.approx(measured[game][figure])
+        assert result["random"][game]["cross_entropy"] == result["played"]["1"][game]["cross_entropy"]
+        for outcome in ("died", "scored"):
+            assert len(result["planned"][game]["steps"][outcome]) == 25
+            assert sum(part["cases"] for part in result["planned"][game]["calibration"][outcome]) > 0
+    table = cli("evaluate", run, "--heldout", "--iteration", 1, "--games", "toy")
+    assert "random play" in table.stdout
+    assert "breakout" not in table.stdout
+    assert len((run / "knowledge.jsonl").read_text().splitlines()) == 2
+
+
+def test_without_its_data_a_run_has_nothing_held_out(tiny_run, tmp_path):
+    run = shutil.copytree(tiny_run.path, tmp_path / "run", ignore=shutil.ignore_patterns("data"))
+    with pytest.raises(UsageError, match="no held-out cases"):
+        examine(presage.load(run), run)
