@@ -138,7 +138,8 @@ class Recorder:
         self.writers, self.envs = writers, envs
         self.threads = [ThreadPoolExecutor(1) for _ in writers]
         on_gpu = any(writer.room is not None and writer.room.is_cuda for writer in writers)
-        self.stream = torch.cuda.current_stream() if on_gpu else None  # not behind what another thread is training
+        # A stream of its own: neither planning nor training stands in line with these copies.
+        self.stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
         self.recent: list[Sequence[Turn]] = []
         self.pending: deque[list[Future[None]]] = deque()
 
@@ -168,6 +169,8 @@ class Recorder:
         for futures in self.pending:
             for future in futures:
                 future.result()
+        if self.stream is not None:
+            self.stream.synchronize()
         return [f.result() for f in [t.submit(w.close) for t, w in zip(self.threads, self.writers, strict=True)]]
 
     def __exit__(self, *_: object) -> None:
@@ -255,11 +258,10 @@ class Player:
         start, fresh = self.store.size, []
         with torch.cuda.stream(own):  # so that it runs beside training; nothing where there is no GPU
             for shard, length in enumerate(shard_lengths(self.config, iteration)):
+                files = shard_files(self.path, iteration, shard, tasks)
                 if self.config.data.shards_from:
-                    borrow(
-                        Path(self.config.data.shards_from), self.path, shard_files(self.path, iteration, shard, tasks)
-                    )
-                fresh.append(not all(file.exists() for file in shard_files(self.path, iteration, shard, tasks)))
+                    borrow(Path(self.config.data.shards_from), self.path, files)
+                fresh.append(not all(file.exists() for file in files))
                 if fresh[-1]:
                     measured = collect_shard(
                         self.path, self.config, self.arenas, self._agent(iteration), iteration, shard, self.interrupt,

@@ -136,7 +136,7 @@ def examine(agent: Agent, run: Path, games: Sequence[str | Task] | None = None) 
             by_iteration[iteration] = _of_iteration(agent, run, iteration, tasks)
             bar.advance()
     of_play = {"random": [i for i in played if i == 1], "planned": [i for i in played if i > 1]}
-    return {
+    found = {
         "iteration": agent.iteration,
         "played": {i: {name: scores(foretold) for name, foretold in f.items()} for i, f in by_iteration.items()},
         **{
@@ -145,6 +145,7 @@ def examine(agent: Agent, run: Path, games: Sequence[str | Task] | None = None) 
             if iterations
         },
     }
+    return dict(_rounded(found))
 
 
 def heldout_files(run: Path, iteration: int, tasks: Sequence[Task]) -> list[Path]:
@@ -161,6 +162,15 @@ def _of_iteration(agent: Agent, run: Path, iteration: int, tasks: Sequence[Task]
         task.name: foretell(agent.model, store, heldout_rows(store, index, CASES), data.horizon)
         for index, task in enumerate(tasks)
     }
+
+
+def _rounded(value: Any) -> Any:
+    """Thousands of figures, each as exact as it means something."""
+    if isinstance(value, dict):
+        return {name: _rounded(part) for name, part in value.items()}
+    if isinstance(value, list):
+        return [_rounded(part) for part in value]
+    return round(value, 6) if isinstance(value, float) else value
 
 
 def _detail(parts: Sequence[Foretold]) -> dict[str, Any]:
