@@ -16,8 +16,9 @@ SOURCE = REPOSITORY / "src" / "presage"
 README = (REPOSITORY / "README.md").read_text()
 ORDER = (
     "errors", "config", "tasks", "toy", "games", "arena", "events", "files", "store", "batches", "model",
-    "graphs", "fused_prediction", "fused_perception", "fused_adam", "fused", "planner", "checkpoint", "agent",
-    "progress", "collect", "training", "knowledge", "evaluation", "run", "replay", "figures", "report", "bench", "cli",
+    "graphs", "fused_prediction", "fused_layers", "fused_perception", "fused_adam", "fused", "planner",
+    "checkpoint", "agent", "progress", "collect", "training", "knowledge", "evaluation", "run", "replay",
+    "figures", "report", "bench", "cli",
 )  # fmt: skip
 
 

@@ -17,13 +17,14 @@ import torch
 pytest.importorskip("triton", reason="Triton is made for Linux alone")
 
 from conftest import TINY
-from presage import fused_adam, fused_perception, fused_prediction
+from presage import fused_adam, fused_layers, fused_perception, fused_prediction
 from presage.agent import Agent
 from presage.batches import Batch, assemble
 from presage.config import ModelConfig, TrainConfig
 from presage.events import Targets
 from presage.fused import Learner, fits, shape_fits
-from presage.fused_perception import block_weights, blocks, matrices, unblocked
+from presage.fused_layers import block_weights, blocks, unblocked
+from presage.fused_perception import matrices
 from presage.fused_prediction import Weights, last_states, prepare
 from presage.games import find
 from presage.graphs import Branch, Captured
@@ -41,8 +42,8 @@ TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
 def few_programs(monkeypatch):
     """The interpreter runs a kernel's programs one after the other: few and large ones, but always several."""
     if DEVICE.type == "cpu":
-        monkeypatch.setattr(fused_perception, "PROGRAMS", 3)
-        monkeypatch.setattr(fused_perception, "ROWS", (16, 1024))
+        monkeypatch.setattr(fused_layers, "PROGRAMS", 3)
+        monkeypatch.setattr(fused_layers, "ROWS", (16, 1024))
 
 
 def far(fused, plain) -> float:
@@ -206,7 +207,7 @@ def test_every_kernel_compiles_for_real_gpus(architecture, shared):
     done = subprocess.run(script, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr
     used = [line.split() for line in done.stdout.splitlines()]
-    ours = (fused_adam, fused_perception, fused_prediction)
+    ours = (fused_adam, fused_layers, fused_prediction)
     assert {name for name, _ in used} == {n for module in ours for n in vars(module) if n.endswith("_kernel")}
     assert max(int(size) for _, size in used) <= shared
 

@@ -61,8 +61,8 @@ def curves(runs: Sequence[Run], stem: Path) -> Path:
     return save(figure, stem)
 
 
-def by_game(rows: Rows, stem: Path, draw: Callable[[Any, Rows], None], label: str) -> Path | None:
-    """One picture beside the other, a game each; none where there are no rows."""
+def by_game(rows: Rows, stem: Path, draw: Callable[[Any, Rows], None], label: str, legend: str = "") -> Path | None:
+    """One picture beside the other, a game each, and one legend for all; nothing where there are no rows."""
     games = list(dict.fromkeys(row["game"] for row in rows))
     if not games:
         return None
@@ -71,6 +71,11 @@ def by_game(rows: Rows, stem: Path, draw: Callable[[Any, Rows], None], label: st
         axis.set_title(game)
         draw(axis, [row for row in rows if row["game"] == game])
     axes[0][0].set_ylabel(label)
+    lines = {text: line for axis in axes[0] for line, text in zip(*axis.get_legend_handles_labels(), strict=True)}
+    if len(lines) > 1:
+        axes[0][-1].legend(
+            lines.values(), lines, title=legend, frameon=False, loc="upper left", bbox_to_anchor=(1.02, 1.02)
+        )
     figure.tight_layout()
     return save(figure, stem)
 
@@ -105,8 +110,6 @@ def _scores_over_iterations(axis: Any, rows: Rows) -> None:
         )
     axis.set_xlabel("iterations")
     axis.xaxis.get_major_locator().set_params(integer=True)
-    if len(groups) > 1:
-        axis.legend(frameon=False)
 
 
 def _scores_side_by_side(axis: Any, rows: Rows) -> None:
@@ -123,17 +126,17 @@ def forgetting(rows: Rows, stem: Path) -> Path | None:
     """How well deaths of a given iteration's play are foreseen by the networks of all iterations (S26)."""
 
     def draw(axis: Any, rows: Rows) -> None:
-        groups = group(rows, "played")
-        shown = list(groups)[:: max(1, -(-len(groups) // 5))]  # five lines at most
-        for (played,), colour in zip(shown, cycle(COLOURS)):
-            mine = sorted(groups[played,], key=lambda row: row["iteration"])
+        groups = group([row for row in rows if row["died_positives"]], "played")  # where somebody died
+        for number, colour in zip(shown, cycle(COLOURS)):
+            mine = sorted(groups.get((number,), []), key=lambda row: row["iteration"])
             values = [row["died_f1"] for row in mine]
-            axis.plot([row["iteration"] for row in mine], values, "o-", ms=3.5, color=colour, label=f"{played}")
+            axis.plot([row["iteration"] for row in mine], values, "o-", ms=3.5, color=colour, label=f"{number}")
         axis.set(xlabel="network of iteration", ylim=(0, 1.02))
         axis.xaxis.get_major_locator().set_params(integer=True)
-        axis.legend(frameon=False, title="played in iteration", ncols=2, loc="lower left")
 
-    return by_game(rows, stem, draw, "F1 of deaths")
+    played = sorted({row["played"] for row in rows})
+    shown = played[:: max(1, -(-len(played) // 5))]  # five lines at most
+    return by_game(rows, stem, draw, "F1 of deaths", "played in\niteration")
 
 
 def calibration(rows: Rows, stem: Path) -> Path | None:
@@ -163,5 +166,4 @@ def _by_play_and_outcome(axis: Any, rows: Rows, x: str, y: Callable[[dict[str, A
     for (outcome, play), mine in group(rows, "outcome", "play").items():
         colour, style = COLOURS[1 if outcome == "died" else 0], "-" if play == "planned" else ":"
         values = [row[x] for row in mine], [y(row) for row in mine]
-        axis.plot(*values, style, marker="o", ms=3, color=colour, label=f"{outcome}, {play} play")
-    axis.legend(frameon=False, fontsize=8)
+        axis.plot(*values, style, marker="o", ms=3, color=colour, label=f"{outcome},\n{play} play")
