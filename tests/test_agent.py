@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,6 +80,15 @@ def test_other_wrong_questions_are_refused(tiny_run, frames):
         presage.evaluate(agent, episodes=0)
     with pytest.raises(UsageError, match="threshold must not be negative"):
         agent.playing(threshold=-0.1)
+
+
+def test_the_agent_that_comes_with_presage_plays():
+    """Random play has 1.7 in Breakout."""
+    agent = presage.load(Path(__file__).parents[1] / "results" / "agent", device="cpu")
+    assert list(agent.specs) == ["pong", "breakout", "demon_attack"]
+    assert (
+        presage.evaluate(agent, games=["breakout"], episodes=2, k=25, max_frames=4000)["games"]["breakout"]["mean"] > 8
+    )
 
 
 def test_the_same_network_can_play_otherwise(tiny_run):
