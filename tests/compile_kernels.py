@@ -1,7 +1,8 @@
 """Compile every kernel of an update and of a plan of the paper's network for real GPUs, on a machine without one.
 
-Not a test by itself: test_fused.py runs it in a process of its own, as Triton's interpreter must be off. Kernels are
-compiled where they would be launched, so sizes and types are those of a run; what they would have computed is garbage.
+Not a test by itself: test_fused.py runs it in a process of its own, as Triton's interpreter must be off, with an
+architecture and the shared memory it has. Kernels are compiled where they would be launched, so sizes and types are
+those of a run; what they would have computed is garbage.
 """
 
 import sys
@@ -39,12 +40,14 @@ def compile_instead(kernel: JITFunction, *arguments: object, grid: object, warmu
     }
     key = (kernel.__name__, str((signature, constants, options)))
     if key not in compiled:
-        source = ASTSource(kernel, signature, {(number,): value for number, value in constants.items()})
+        aligned = {(p.num,): [["tt.divisibility", 16]] for p in kernel.params if p.num not in constants}
+        source = ASTSource(kernel, signature, {(number,): value for number, value in constants.items()}, aligned)
         target = GPUTarget("cuda", int(sys.argv[1]), 32)
         compiled[key] = triton.compile(source, target=target, options=options).metadata.shared
 
 
 JITFunction.run = compile_instead
+fused_prediction.shared_memory = lambda device: int(sys.argv[2])
 model = Model(ModelConfig()).train()
 frames, controls = torch.zeros(100, 4, 84, 84, dtype=torch.uint8), torch.zeros(100, 25, 3)
 batch = Batch(frames, controls, *torch.zeros(3, 100, 25, dtype=torch.bool))

@@ -6,8 +6,13 @@ from pathlib import Path
 
 import pytest
 
+import presage
 from conftest import cli
 from presage.bench import stages
+from presage.errors import UsageError
+from presage.knowledge import examine
+from presage.report import write
+from presage.run import Run, add_line
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -40,7 +45,9 @@ def test_help_lists_the_commands_and_each_has_its_own():
         (("train", "--preset", "debug", "--run", "x", "--device", "warp"), "no device 'warp'"),
         (("train", "--preset", "debug", "--run", "x", "--init-from", "nowhere"), "there is no run in nowhere"),
         (("train", "--preset", "debug"), "--run"),
+        (("train", "--preset", "debug", "--run", "x", "--shards-from", "nowhere"), "there is no run in nowhere"),
         (("evaluate", "nowhere"), "there is no run in nowhere"),
+        (("evaluate", "nowhere", "--heldout", "--k", "9"), "--heldout does not play"),
         (("evaluate", "nowhere", "--episodes", "none"), "--episodes"),
         (("play", "nowhere"), "there is no run in nowhere"),
         (("bench", "--seconds", "0"), "seconds must be more than 0"),
@@ -98,11 +105,20 @@ def test_play_tells_a_score_and_films_it(tiny_run, tmp_path):
 FIGURES = ("curves", "scores", "forgetting", "calibration", "steps")
 
 
-def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tmp_path):
-    run = shutil.copytree(tiny_run.path, tmp_path / "tiny")
+def evaluated(run: Run, folder: Path) -> Path:
+    """A copy of a run, with evaluations of both its networks; the last one with plans that are not its own."""
+    shutil.copytree(run.path, folder, ignore=shutil.ignore_patterns("evaluations.jsonl"))
     for iteration in (1, 2):
-        cli("evaluate", run, "--games", "toy", "--episodes", 2, "--iteration", iteration)
-        cli("evaluate", run, "--heldout", "--iteration", iteration)
+        agent = run.agent(iteration)
+        for some in (agent, agent.playing(threshold=0.5)):
+            add_line(folder / "evaluations.jsonl", presage.evaluate(some, games=["toy"], episodes=2))
+        for games in (None, ["toy"]):  # the second adds nothing, and hides nothing
+            add_line(folder / "knowledge.jsonl", examine(agent, folder, games))
+    return folder
+
+
+def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tmp_path):
+    run = evaluated(tiny_run, tmp_path / "tiny")
     done = cli("report", run, "--out", tmp_path / "report")
     assert done.returncode == 0, done.stderr
     page = Path(done.stdout.strip()).read_text()
@@ -126,6 +142,20 @@ def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tm
     assert rows[0].startswith("run,iteration,game,cases,cross_entropy,baseline_cross_entropy,died_precision")
     knowledge = (tmp_path / "report" / "knowledge.csv").read_text().splitlines()
     assert len(knowledge) == 1 + 2 * 2 * 2  # networks × iterations played × games
+    evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
+    assert [line["own_plans"] for line in evaluations] == [True, False, True, False]
+    assert f"{evaluations[2]['games']['toy']['mean']:.2f} (" in (tmp_path / "report" / "summary.md").read_text()
+
+
+def test_a_report_of_two_runs_tells_them_apart(tiny_run, tmp_path):
+    runs = [evaluated(tiny_run, tmp_path / name) for name in ("one", "two")]
+    write(runs, tmp_path / "report")
+    names = {p.stem for p in (tmp_path / "report").glob("*.png")}
+    assert names == {"curves", "scores", *(f"{name}-{run.name}" for name in FIGURES[2:] for run in runs)}
+    rows = (tmp_path / "report" / "calibration.csv").read_text().splitlines()[1:]
+    assert {row.split(",")[0] for row in rows} == {"one", "two"}
+    with pytest.raises(UsageError, match="two of these runs have the same name"):
+        write([runs[0], runs[0]], tmp_path / "again")
 
 
 def test_bench_json_has_the_promised_fields():

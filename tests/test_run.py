@@ -16,10 +16,11 @@ from conftest import TINY, cli, weights
 from presage import checkpoint
 from presage.agent import load
 from presage.collect import collect_shard, open_arenas
-from presage.errors import UsageError
+from presage.config import preset, with_fields
+from presage.errors import RunError, UsageError
 from presage.games import find
 from presage.progress import Interrupt
-from presage.run import Run, add_line, read_lines
+from presage.run import Run, add_line, check_request, read_lines
 from presage.store import shard_path
 
 ARGUMENTS = ("train", "--preset", "debug", "--games", *TINY["games"], "--seed", TINY["seed"])
@@ -140,9 +141,23 @@ def test_another_network_can_learn_from_the_same_data(tiny_run, tmp_path):
     for shard in tiny_run.path.rglob("data/*/shard*"):
         assert (run.path / shard.relative_to(tiny_run.path)).read_bytes() == shard.read_bytes()
     assert [line["iteration"] for line in run.metrics("collect")] == [3, 3]
-    with pytest.raises(UsageError, match="there are no data in nowhere"):
-        presage.train("debug", tmp_path / "none", **TINY, shards_from="nowhere")
+    with pytest.raises(UsageError, match="do not fit: it has another later_steps"):
+        presage.train("debug", tmp_path / "none", **TINY, shards_from=str(tiny_run.path), later_steps=32)
     assert not (tmp_path / "none").exists()
+
+
+def test_a_damaged_shard_is_not_borrowed(tiny_run, tmp_path):
+    lender = shutil.copytree(tiny_run.path, tmp_path / "lender")
+    shard = shard_path(lender, 1, 0, "toy")
+    shard.write_bytes(shard.read_bytes()[:-1] + b"!")
+    with pytest.raises(RunError, match="shard-000-toy"):
+        presage.train("debug", tmp_path / "run", **TINY, shards_from=str(lender))
+    assert not list((tmp_path / "run").rglob("shard*"))
+
+
+def test_the_quick_start_also_plays_other_games(tmp_path):
+    """Its threshold for Demon Attack is no obstacle."""
+    check_request(with_fields(preset("quickstart"), games=["toy"]), find(["toy"]), tmp_path / "run")
 
 
 def test_a_finished_run_says_so_and_changes_nothing(tiny_run):

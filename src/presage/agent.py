@@ -69,19 +69,21 @@ class Agent:
         self.config, self.iteration, self.device = config, iteration, device
         self.plays = iteration + 1  # the iteration whose k and thresholds it plays by
         self.bound: float | None = None  # on P(died) in all games, instead of those thresholds
+        self.own_plans = True  # it plans as its run would
         self.fast = config.machine.fused and fused.fits(model, device)
         self.generator = torch.Generator(device).manual_seed(config.seed)
 
     def playing(self, k: int | None = None, threshold: float | None = None, carry: bool | None = None) -> "Agent":
         """The same network, which plans otherwise: with this k, with this bound on P(died) in all games, with or
         without considering the last plan again."""
-        plan = self.config.plan
-        plan = replace(plan, k=plan.k if k is None else ((1, k),), carry=plan.carry if carry is None else carry)
+        old = self.config.plan
+        plan = replace(old, k=old.k if k is None else ((1, k),), carry=old.carry if carry is None else carry)
         if threshold is not None and not threshold >= 0:
             raise UsageError(f"the threshold must not be negative, as {threshold} is.")
         other = copy(self)
         other.config = check(replace(self.config, plan=plan))
         other.bound = self.bound if threshold is None else threshold
+        other.own_plans = self.own_plans and other.k == self.k and threshold is None and plan.carry == old.carry
         return other
 
     @property

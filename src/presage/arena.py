@@ -186,6 +186,8 @@ class Arena:
         Other environments than Atari games may not like to be used from several threads; they are left alone.
         """
         if all(isinstance(task, AtariTask) for task in self.tasks):
+            if self.prepared is not None:
+                self.prepared[1].result()  # nobody took it: one at a time
             self.prepared = (seed, self.workers.submit(self._reset, seed))
 
     def reset(self, seed: Sequence[int]) -> Array:

@@ -112,6 +112,8 @@ def evaluate(
     from presage.run import add_line
 
     if heldout:
+        if random or no_carry or k is not None or threshold is not None:
+            raise UsageError("--heldout does not play: leave out --random, --k, --threshold and --no-carry.")
         _tell_knowledge(run, iteration, games, json)
         return
     agent = load(run, iteration).playing(k, threshold, False if no_carry else None)

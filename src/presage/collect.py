@@ -20,7 +20,17 @@ from presage.arena import Arena, Array, Chooser, Turn, play
 from presage.config import Config
 from presage.files import write_bytes
 from presage.progress import Bar, Interrupt
-from presage.store import HELDOUT, RUN, Episodes, ShardWriter, Store, checksum_path, shard_lengths, shard_path
+from presage.store import (
+    HELDOUT,
+    RUN,
+    Episodes,
+    ShardWriter,
+    Store,
+    checksum_path,
+    read_shard,
+    shard_lengths,
+    shard_path,
+)
 from presage.tasks import Spec, Task
 
 ARENA, CHOOSER = 1, 2  # which generator a seed is for
@@ -194,14 +204,16 @@ def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -
     return [shard_path(path, iteration, shard, task.name) for task in tasks]
 
 
-def borrow(donor: Path, run: Path, files: Sequence[Path]) -> None:
-    """Copy those of a run's shards that are not there yet and that another run has; checked when they are taken in."""
-    for file in files:
-        theirs = donor / file.relative_to(run)
-        if theirs.exists() and not file.exists():
-            file.parent.mkdir(parents=True, exist_ok=True)
-            write_bytes(checksum_path(file), checksum_path(theirs).read_bytes())
-            write_bytes(file, theirs.read_bytes())
+def borrow(lender: Path, run: Path, files: Sequence[Path]) -> None:
+    """Copy a shard that another run has, of all tasks or not at all."""
+    theirs = [lender / file.relative_to(run) for file in files]
+    if not all(file.exists() for file in theirs):
+        return
+    for mine, lent in zip(files, theirs, strict=True):
+        read_shard(lent)  # refuses what is damaged
+        mine.parent.mkdir(parents=True, exist_ok=True)
+        write_bytes(checksum_path(mine), checksum_path(lent).read_bytes())
+        write_bytes(mine, lent.read_bytes())
 
 
 class Player:
@@ -222,6 +234,9 @@ class Player:
     ):
         self.path, self.config, self.arenas = path, config, arenas
         self.store, self.log, self.interrupt = store, log, interrupt
+        self.lender = Path(config.data.shards_from) if config.data.shards_from else None
+        on_gpu = store.device.type == "cuda"
+        self.stream = torch.cuda.Stream(store.device) if on_gpu else None  # type: ignore[no-untyped-call]
         self.thread = ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(torch.get_num_threads(),))
         self.ahead: dict[int, Future[list[bool]]] = {}
 
@@ -249,18 +264,22 @@ class Player:
             return
         if self.config.data.overlap and iteration > 1:
             self.ahead[iteration + 1] = self.thread.submit(self._play, iteration + 1)
-        else:
+        elif not self._is_there(iteration + 1):
             prepare(self.config, self.arenas, iteration + 1, HELDOUT)
 
+    def _is_there(self, iteration: int) -> bool:
+        """Nothing of an iteration is to be played: it lies here or can be taken from another run."""
+        files = shard_files(self.path, iteration, HELDOUT, self.arenas[0].tasks)
+        lent = [self.lender / file.relative_to(self.path) for file in files] if self.lender else files
+        return all(file.exists() for file in files) or all(file.exists() for file in lent)
+
     def _play(self, iteration: int) -> list[bool]:
-        tasks, device = self.arenas[0].tasks, self.store.device
-        own = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
-        start, fresh = self.store.size, []
-        with torch.cuda.stream(own):  # so that it runs beside training; nothing where there is no GPU
+        tasks, start, fresh = self.arenas[0].tasks, self.store.size, []
+        with torch.cuda.stream(self.stream):  # so that it runs beside training; nothing where there is no GPU
             for shard, length in enumerate(shard_lengths(self.config, iteration)):
                 files = shard_files(self.path, iteration, shard, tasks)
-                if self.config.data.shards_from:
-                    borrow(Path(self.config.data.shards_from), self.path, files)
+                if self.lender and not all(file.exists() for file in files):
+                    borrow(self.lender, self.path, files)
                 fresh.append(not all(file.exists() for file in files))
                 if fresh[-1]:
                     measured = collect_shard(
@@ -269,8 +288,8 @@ class Player:
                     )  # fmt: skip
                     self.log(iteration, measured)
                 start += length * self.config.data.envs * len(tasks)
-        if own is not None:
-            own.synchronize()
+        if self.stream is not None:
+            self.stream.synchronize()
         return fresh
 
     def _agent(self, iteration: int) -> Agent | None:

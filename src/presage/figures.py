@@ -88,9 +88,10 @@ def group(rows: Rows, *names: str) -> dict[tuple[Any, ...], Rows]:
 
 
 def scores(rows: Rows, stem: Path) -> Path | None:
-    """Every evaluation with its 95 % interval: over iterations where several of a run's were evaluated, else a point
-    for each. Random play, and the human score where it is near, as lines."""
-    over_iterations = len({row["iteration"] for row in rows if row["policy"] == "planned"}) > 1
+    """Evaluations with their 95 % intervals: over iterations, beside random and human scores as published, where
+    several of a run's were evaluated; else a point for each."""
+    planned = group([row for row in rows if row["policy"] == "planned"], "run")
+    over_iterations = any(len({row["iteration"] for row in mine}) > 1 for mine in planned.values())
     draw = _scores_over_iterations if over_iterations else _scores_side_by_side
     return by_game(rows, stem, draw, "score, mean and 95 % interval")
 
@@ -100,9 +101,10 @@ def _scores_over_iterations(axis: Any, rows: Rows) -> None:
         if rows[0][name] is not None:
             axis.axhline(rows[0][name], color=GREY, ls=style, lw=1)
             axis.annotate(name, (0.01, rows[0][name]), (0, 2), ("axes fraction", "data"), "offset points", color=GREY)
-    planned = [row for row in rows if row["policy"] == "planned"]
+    planned = [row for row in rows if row["policy"] == "planned" and row["own_plans"]]
     for (run,), colour in zip(groups := group(planned, "run"), cycle(COLOURS)):
-        mine = sorted(groups[run,], key=lambda row: row["iteration"])
+        latest = {row["iteration"]: row for row in groups[run,]}
+        mine = [latest[iteration] for iteration in sorted(latest)]
         x, y = [row["iteration"] for row in mine], [row["mean"] for row in mine]
         axis.plot(x, y, "o-", color=colour, ms=3.5, label=run)
         axis.fill_between(
@@ -118,6 +120,8 @@ def _scores_side_by_side(axis: Any, rows: Rows) -> None:
         spread = [[row["mean"] - row["ci95_low"]], [row["ci95_high"] - row["mean"]]]
         axis.errorbar([i], [row["mean"]], spread, fmt="o", color=colour, capsize=4)
     labels = ["random" if row["policy"] == "random" else f"it. {row['iteration']}, k {row['k']}" for row in rows]
+    if len({row["run"] for row in rows}) > 1:
+        labels = [f"{row['run']}: {label}" for row, label in zip(rows, labels, strict=True)]
     axis.set_xticks(range(len(rows)), labels, rotation=30, ha="right")
     axis.set_xlim(-0.6, len(rows) - 0.4)
 

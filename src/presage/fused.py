@@ -26,12 +26,12 @@ def fits(model: Model, device: torch.device) -> bool:
 
 
 def shape_fits(model: Model) -> bool:
-    """The RRNN, normalised, no wider than shared memory bears; numbers of channels that are powers of two."""
+    """The RRNN, normalised; no wider than shared memory bears; numbers of channels that are powers of two."""
     if not isinstance(model.prediction, RRNN) or not model.prediction.normal:
         return False
     hidden, inputs = model.prediction.f1.weight.shape
     channels = [conv.out_channels for conv in model.perception.modules() if isinstance(conv, torch.nn.Conv2d)]
-    return inputs < 128 and hidden < 1024 and all(n >= 16 and n & (n - 1) == 0 for n in channels)
+    return inputs < 128 and hidden < 1024 and all(n in (16, 32, 64) for n in channels)
 
 
 class Learner:
@@ -54,9 +54,9 @@ class Learner:
     def update(self, batch: Batch) -> Tensor:
         """One update; its loss."""
         frames = batch.frames.flatten(0, 1)
-        older = torch.full((len(frames),), STACK - 1, dtype=torch.uint8, device=frames.device)
+        ages = torch.full((len(frames),), STACK - 1, dtype=torch.uint8, device=frames.device)
         newest = torch.arange(STACK - 1, len(frames), STACK, device=frames.device)
-        return self._update(frames, newest, older, batch.controls, Targets(batch.died, batch.scored, batch.mask))
+        return self._update(frames, newest, ages, batch.controls, Targets(batch.died, batch.scored, batch.mask))
 
     @torch.no_grad()
     def update_from(self, store: Store, rows: Tensor, horizon: int) -> Tensor:

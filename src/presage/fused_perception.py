@@ -58,12 +58,13 @@ def forward(
 
 
 def backward(seen: Seen, grad_h0: Tensor, branch: Branch) -> list[Tensor]:
-    """The gradients of Perception's parameters, in their order; those of matrices on the branch, in low precision."""
+    """The gradients of Perception's parameters, in their order; those of matrices on the branch, convolutions' in low
+    precision."""
     low, layers = grad_h0.to(seen.out_weight.dtype), seen.layers
     with branch.beside(low, seen):
         of_out = [channels_first(product(low.T, by_pixels(seen.last)), seen.last.shape[1]), grad_h0.sum(0)]
     grads: list[Tensor] = []
-    around = grad = leave(low @ seen.out_weight, seen.last, layers[-1])
+    grad = around = leave(low @ seen.out_weight, seen.last, layers[-1])
     for number in range(len(layers) - 1, -1, -1):
         layer, place = layers[number], number % 3  # in its stage: the strided one, the block's first, its second
         around = grad if place == 2 else around  # of the block's output, and so of what went around it

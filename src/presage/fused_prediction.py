@@ -211,9 +211,18 @@ class Launch(NamedTuple):
 
 
 TRAIN_FORWARD = Launch(rows=16, chunk=64, warps=4, stages=3)
-TRAIN_BACKWARD = Launch(rows=16, chunk=128, warps=8, stages=3)
+TRAIN_BACKWARD = Launch(rows=16, chunk=128, warps=8, stages=3)  # 144 KiB of shared memory
+SMALL_BACKWARD = Launch(rows=16, chunk=64, warps=4, stages=3)  # for cards that have 99
 PLAN = Launch(rows=64, chunk=64, warps=4, stages=3)
 VALUATION = Launch(rows=16, chunk=0, warps=4, stages=1)
+
+
+def shared_memory(device: torch.device) -> float:
+    """Bytes that one program may have."""
+    if device.type != "cuda":
+        return float("inf")
+    number = torch.cuda.current_device() if device.index is None else device.index
+    return int(triton.runtime.driver.active.utils.get_device_properties(number)["max_shared_mem"])
 
 
 class Shape(NamedTuple):
@@ -321,7 +330,7 @@ def loss_and_gradients(
         of_valuation += [grad_logits.T @ valued[:, :size].float(), grad_logits.sum(0)]
 
     grad_h0, grad_r, grad_inner = torch.empty_like(h0), torch.empty_like(inputs), torch.empty_like(inner)
-    rows, chunk, warps, stages = TRAIN_BACKWARD
+    rows, chunk, warps, stages = TRAIN_BACKWARD if shared_memory(h0.device) > 144 * 1024 else SMALL_BACKWARD
     _backward_kernel[(triton.cdiv(batch, rows),)](
         grad_states, states, inner, first, second, grad_h0, grad_inner, grad_r, batch,
         horizon, *shape, min(chunk, hidden), rows, residual, EPS, num_warps=warps, num_stages=stages,

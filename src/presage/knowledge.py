@@ -127,7 +127,8 @@ def examine(agent: Agent, run: Path, games: Sequence[str | Task] | None = None) 
     """How well an agent foresees the held-out cases of every iteration that lies in a run's folder; in detail, those of
     random play and those of planned play."""
     tasks = find(list(agent.config.games) if games is None else games)
-    played = [i for i in range(1, agent.config.iterations + 1) if all(f.exists() for f in heldout_files(run, i, tasks))]
+    iterations = range(1, agent.config.iterations + 1)
+    played = [i for i in iterations if all(file.exists() for file in shard_files(run, i, HELDOUT, tasks))]
     if not played:
         raise UsageError(f"there are no held-out cases in {run}: its data were not kept.")
     by_iteration: dict[int, dict[str, Foretold]] = {}
@@ -140,23 +141,19 @@ def examine(agent: Agent, run: Path, games: Sequence[str | Task] | None = None) 
         "iteration": agent.iteration,
         "played": {i: {name: scores(foretold) for name, foretold in f.items()} for i, f in by_iteration.items()},
         **{
-            name: {task.name: _detail([by_iteration[i][task.name] for i in iterations]) for task in tasks}
-            for name, iterations in of_play.items()
-            if iterations
+            name: {task.name: _detail([by_iteration[i][task.name] for i in some]) for task in tasks}
+            for name, some in of_play.items()
+            if some
         },
     }
     return dict(_rounded(found))
-
-
-def heldout_files(run: Path, iteration: int, tasks: Sequence[Task]) -> list[Path]:
-    return shard_files(run, iteration, HELDOUT, tasks)
 
 
 def _of_iteration(agent: Agent, run: Path, iteration: int, tasks: Sequence[Task]) -> dict[str, Foretold]:
     data = agent.config.data
     rows = shard_lengths(agent.config, iteration)[HELDOUT] * data.envs * len(tasks)
     store = Store(tasks, Budget(rows, "memory", {}), agent.device)
-    for index, file in enumerate(heldout_files(run, iteration, tasks)):
+    for index, file in enumerate(shard_files(run, iteration, HELDOUT, tasks)):
         store.add(file, iteration, index, heldout=True)
     return {
         task.name: foretell(agent.model, store, heldout_rows(store, index, CASES), data.horizon)

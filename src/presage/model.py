@@ -75,10 +75,9 @@ class RRNN(nn.Module):
         return h
 
     def step(self, h: Tensor, push: Tensor, from_h: Tensor) -> Tensor:
+        seen = layer_norm(h) if self.normal else h
         # ReLU comes before each linear layer, so that r may be negative; the control does not go through it.
-        inner = torch.addmm(
-            push, F.relu(layer_norm(h) if self.normal else h), from_h.T
-        )  # f1 of the concatenation, in two halves
+        inner = torch.addmm(push, F.relu(seen), from_h.T)  # f1 of the concatenation, in two halves
         r: Tensor = self.f2(F.relu(inner))
         return h + r if self.residual else r
 

@@ -29,13 +29,15 @@ def write(folders: Sequence[Path], out: Path) -> Path:
     for name, rows in tables.items():
         if rows:
             write_csv(out / f"{name}.csv", rows)
-    drawn = [
-        figures.curves(runs, out / "curves"),
-        figures.scores(tables["scores"], out / "scores"),
-        figures.forgetting(tables["knowledge"], out / "forgetting"),
-        figures.calibration(tables["calibration"], out / "calibration"),
-        figures.steps(tables["steps"], out / "steps"),
-    ]
+    drawn = [figures.curves(runs, out / "curves"), figures.scores(tables["scores"], out / "scores")]
+    for run in runs:
+        name = "" if len(runs) == 1 else f"-{run.path.name}"
+        for draw, table in (
+            (figures.forgetting, knowledge),
+            (figures.calibration, calibration),
+            (figures.steps, steps),
+        ):
+            drawn.append(draw(table([run]), out / f"{draw.__name__}{name}"))
     (out / "summary.md").write_text("\n".join(summary(run, tables) for run in runs))
     page = out / "index.html"
     page.write_text(render(runs, tables, [picture for picture in drawn if picture]))
@@ -62,6 +64,7 @@ def scores(runs: Sequence[Run]) -> Rows:
         for line in run.evaluations():
             for game, values in line["games"].items():
                 row = {"run": run.path.name, "game": game, "policy": line["policy"], "iteration": line["iteration"]}
+                row |= {"own_plans": line.get("own_plans", True)}  # else made to compare, no result of the run
                 row |= {name: line[name] for name in ("k", "seed", "max_frames")} | {"mean": values["mean"]}
                 row |= {"ci95_low": values["ci95"][0], "ci95_high": values["ci95"][1], "episodes": values["episodes"]}
                 rows.append(row | {name: values[name] for name in ("random", "human", "human_normalized")})
@@ -95,9 +98,15 @@ def calibration(runs: Sequence[Run]) -> Rows:
 
 
 def known(run: Run) -> list[dict[str, Any]]:
-    """What `presage evaluate --heldout` found, the last of each iteration's network."""
-    lines = {line["iteration"]: line for line in read_lines(run.path / "knowledge.jsonl")}
-    return [lines[iteration] for iteration in sorted(lines)]
+    """What `presage evaluate --heldout` found: of each iteration's network and game the last."""
+    networks: dict[int, dict[str, Any]] = {}
+    for line in read_lines(run.path / "knowledge.jsonl"):
+        network = networks.setdefault(line["iteration"], {"iteration": line["iteration"], "played": {}})
+        for played, games in line["played"].items():
+            network["played"].setdefault(played, {}).update(games)
+        for play in ("random", "planned"):
+            network.setdefault(play, {}).update(line.get(play, {}))
+    return [networks[iteration] for iteration in sorted(networks)]
 
 
 def details(runs: Sequence[Run]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
@@ -143,8 +152,9 @@ def summary(run: Run, tables: dict[str, Rows]) -> str:
     starts, laps = run.metrics("start"), run.metrics("iteration")
     minutes = sum(sum(lap["seconds"].values()) for lap in laps) / 60
     rows = [row for row in tables["scores"] if row["run"] == run.path.name]
-    latest = {(row["game"], row["policy"]): row for row in rows}
-    known = {row["game"]: row for row in tables["heldout"] if row["run"] == run.path.name}  # the last iteration's
+    own = sorted((row for row in rows if row["own_plans"]), key=lambda row: row["iteration"])
+    latest = {(row["game"], row["policy"]): row for row in own}
+    losses = {row["game"]: row for row in tables["heldout"] if row["run"] == run.path.name}  # the last iteration's
     lines = [
         "| game | random play | planned play | human | held-out loss | the best constant's |",
         "|---|---|---|---|---|---|",
@@ -152,8 +162,8 @@ def summary(run: Run, tables: dict[str, Rows]) -> str:
     for game in run.config.games:
         played = " | ".join(interval(latest.get((game, policy))) for policy in ("random", "planned"))
         human = next((cell(row["human"]) for row in rows if row["game"] == game), "")
-        losses = f"{known[game]['cross_entropy']:.4f} | {known[game]['baseline_cross_entropy']:.4f}"
-        lines.append(f"| {game} | {played} | {human} | {losses} |")
+        known = f"{losses[game]['cross_entropy']:.4f} | {losses[game]['baseline_cross_entropy']:.4f}"
+        lines.append(f"| {game} | {played} | {human} | {known} |")
     shown = [latest[game, policy] for game, policy in latest if game in run.config.games]
     cap = f"{max((row['max_frames'] for row in shown), default=0):,} frames"
     episodes = " or ".join(sorted({str(row["episodes"]) for row in shown})) or "no"

@@ -7,7 +7,7 @@ import subprocess
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -124,16 +124,26 @@ def check_request(config: Config, tasks: Sequence[Task], path: Path) -> None:
     if path.is_dir() and not (path / "config.json").exists() and {p.name for p in path.iterdir()} - ours:
         raise UsageError(f"{path} is not a run and not empty: choose another --run folder.")
     device_of(config.machine.device)
-    unknown = set(config.plan.thresholds) - set(config.games)
+    usual = preset_config(config.preset).plan.thresholds  # a preset's may be of games that are left out
+    unknown = set(config.plan.thresholds) - set(config.games) - set(usual)
     if unknown:
         raise UsageError(f"thresholds name {', '.join(sorted(unknown))}, which this run does not play.")
     if config.train.init_from and checkpoint.newest(path) is None:
         donor(config)
-    if config.data.shards_from and not (Path(config.data.shards_from) / "data").is_dir():
-        raise UsageError(f"there are no data in {config.data.shards_from} to take shards from.")
+    if config.data.shards_from and not (path / "config.json").exists():
+        check_lender(config)
     for task in tasks:
         if not isinstance(task, AtariTask):
             rehearse(task)
+
+
+def check_lender(config: Config) -> None:
+    """Shards can be taken from a run that plays as much as this one, in as many environments."""
+    lent = read_config(Path(config.data.shards_from))[0].data
+    ours = replace(config.data, shards_from=lent.shards_from, overlap=lent.overlap, horizon=lent.horizon)
+    differ = [field.name for field in fields(lent) if getattr(lent, field.name) != getattr(ours, field.name)]
+    if differ:
+        raise UsageError(f"the shards of {config.data.shards_from} do not fit: it has another {', '.join(differ)}.")
 
 
 def announced_budget(config: Config, tasks: Sequence[Task], model: Model, device: torch.device) -> Budget:
