@@ -1,7 +1,8 @@
 """The fused kernels against plain PyTorch: values and gradients.
 
 Without a GPU they run in Triton's interpreter (conftest.py): the same code, operation by operation. Its bfloat16
-products are wrong in Triton 3.6 (it multiplies the bit patterns), so there float16 stands for the low precision.
+products are wrong in Triton 3.6 (it multiplies the bit patterns), so there float16 stands for the low precision. On a
+GPU float32 products are made exact on both sides, which otherwise keep 10 bits (TF32).
 """
 
 import copy
@@ -34,8 +35,10 @@ from presage.training import make_optimizer, set_rate, update_once
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
-# Relative errors ‖fused - plain‖ / ‖plain‖ that are allowed: float32 sums in another order; products of 8 or 11 bits.
+# Relative errors ‖fused - plain‖ / ‖plain‖ that are allowed: float32 sums in another order; products of 11 or 8 bits.
 TOLERANCE = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 6e-2}
+# Gradients through layers that carry little of what comes in: errors grow on the way.
+TOLERANCE_DEEP = {torch.float32: 1e-4, torch.float16: 0.2, torch.bfloat16: 0.3}
 
 
 @pytest.fixture(autouse=True)
@@ -44,6 +47,13 @@ def few_programs(monkeypatch):
     if DEVICE.type == "cpu":
         monkeypatch.setattr(fused_layers, "PROGRAMS", 3)
         monkeypatch.setattr(fused_layers, "ROWS", (16, 1024))
+
+
+@pytest.fixture(autouse=True)
+def exact_products(monkeypatch):
+    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+    with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # matrix products are exact unless told otherwise
+        yield
 
 
 def far(fused, plain) -> float:
@@ -67,6 +77,8 @@ def a_batch(size: int, horizon: int) -> Batch:
 )
 def test_the_recurrence_valuation_and_loss(kind, size, hidden, batch, horizon, dtype):
     """The loss and the gradient of everything it depends on; sizes that fill a power of two, and rows past a block."""
+    if DEVICE.type == "cuda" and dtype == torch.float32 and hidden == 500:
+        pytest.skip("no GPU has the shared memory for the paper's network in float32")
     torch.manual_seed(0)
     model = Model(ModelConfig(kind, (4, 4, 4), size, hidden)).to(DEVICE)
     _, controls, *flags = a_batch(batch, horizon)
@@ -86,7 +98,7 @@ def test_the_recurrence_valuation_and_loss(kind, size, hidden, batch, horizon, d
     assert far(fused, plain) < TOLERANCE[dtype] / 10
     wanted = torch.autograd.grad(plain, [h0, *weights])
     worst = {n: far(a, b) for n, a, b in zip(("h0", *Weights._fields), of_h0 + of_weights, wanted, strict=True)}
-    assert max(worst.values()) < TOLERANCE[dtype], worst
+    assert max(worst.values()) < (TOLERANCE if kind == "rrnn" else TOLERANCE_DEEP)[dtype], worst
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
@@ -133,12 +145,13 @@ def test_perception(dtype):
     with torch.no_grad():
         low, branch = [p.to(dtype) for p in matrices(fused)], Branch(DEVICE)
         seen = fused_perception.forward(fused, frames.flatten(0, 1), newest, ages, low, branch)
-        grads = fused_perception.backward(seen, wanted, branch)
+        grads = fused_perception.backward(seen, wanted, [branch, other := Branch(DEVICE)])
         branch.join()
+        other.join()
     assert far(seen.h0, b) < TOLERANCE[dtype]
     pairs = zip(plain.named_parameters(), grads, strict=True)
     worst = {name: far(g, p.grad) for (name, p), g in pairs if dtype == torch.float32 or p.dim() > 1}
-    assert max(worst.values()) < (1e-4 if dtype == torch.float32 else 0.2), worst
+    assert max(worst.values()) < TOLERANCE_DEEP[dtype], worst
     for (name, left), mine in zip(plain.named_buffers(), fused.buffers(), strict=True):
         if "running" in name:
             torch.testing.assert_close(mine, left, rtol=TOLERANCE[dtype], atol=TOLERANCE[dtype])

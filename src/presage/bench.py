@@ -43,7 +43,7 @@ class Scale(NamedTuple):
 
 
 # What a run uses: late iterations of the paper's on a GPU, early ones on a CPU.
-SCALES = {"cuda": Scale(envs=32, groups=2, k=200, steps=800), "cpu": Scale(envs=16, groups=1, k=25, steps=100)}
+SCALES = {"cuda": Scale(envs=40, groups=2, k=200, steps=800), "cpu": Scale(envs=16, groups=1, k=25, steps=100)}
 
 
 def measure(

@@ -195,7 +195,7 @@ def bench(
         seconds: How long to measure each stage.
         device: auto, cpu or cuda.
         games: Games to measure with.
-        envs: Games of each kind in parallel; 32 on a GPU, 16 on a CPU unless told.
+        envs: Games of each kind in parallel; 40 on a GPU, 16 on a CPU unless told.
         groups: Groups they are split into; 2 on a GPU, 1 on a CPU unless told.
         k: Sequences imagined a step; 200 on a GPU, 25 on a CPU unless told.
         json: Print one JSON object on standard output and nothing else there.

@@ -28,7 +28,7 @@ class DataConfig:
     """Further cases a game and iteration that are never trained on."""
     shard_steps: int = 200_000
     """Cases a game in one shard, at most: what an interruption repeats."""
-    envs: int = 32
+    envs: int = 40
     """Games of each kind played in parallel. Fewer see further into a game: all start anew with each shard."""
     groups: int = 2
     """Groups that these are split into: while the emulator plays one, plans are made for another."""

@@ -86,7 +86,8 @@ class Learner:
         loss, grad_h0, later = fused_prediction.loss_and_gradients(
             seen.h0, controls, targets, weights, ready, self.residual, self.branch
         )
-        grads = fused_perception.backward(seen, grad_h0, self.branch)
+        grads = fused_perception.backward(seen, grad_h0, (self.ahead, self.branch))
+        self.ahead.join()
         self.branch.join()
         return loss, [*grads, *later]
 

@@ -1,5 +1,7 @@
 """Perception forward and back, without autograd: what depends on nothing else is done beside the rest."""
 
+from collections.abc import Sequence
+from itertools import cycle
 from typing import NamedTuple
 
 import torch
@@ -57,11 +59,11 @@ def forward(
     return Seen(layers, x, out_weight, h0)
 
 
-def backward(seen: Seen, grad_h0: Tensor, branch: Branch) -> list[Tensor]:
-    """The gradients of Perception's parameters, in their order; those of matrices on the branch, convolutions' in low
-    precision."""
-    low, layers = grad_h0.to(seen.out_weight.dtype), seen.layers
-    with branch.beside(low, seen):
+def backward(seen: Seen, grad_h0: Tensor, branches: Sequence[Branch]) -> list[Tensor]:
+    """The gradients of Perception's parameters, in their order; those of matrices on the branches in turn,
+    convolutions' in low precision."""
+    low, layers, turns = grad_h0.to(seen.out_weight.dtype), seen.layers, cycle(branches)
+    with next(turns).beside(low, seen):
         of_out = [channels_first(product(low.T, by_pixels(seen.last)), seen.last.shape[1]), grad_h0.sum(0)]
     grads: list[Tensor] = []
     grad = around = leave(low @ seen.out_weight, seen.last, layers[-1])
@@ -71,7 +73,7 @@ def backward(seen: Seen, grad_h0: Tensor, branch: Branch) -> list[Tensor]:
         grad_z = way_back(layer, grad) if place == 0 else torch.empty_like(layer.z)
         if number:
             grad = convolve_backward(layer, grad, grad_z, layers[number - 1], around if place == 1 else None)
-        with branch.beside(grad_z):
+        with next(turns).beside(grad_z, seen):
             kernel = kernel_gradient(layer, grad_z)
             kernel = (unblocked(kernel) if number == 0 else kernel).contiguous(memory_format=torch.channels_last)
         of_beta, of_gamma = layer.grad_sums
