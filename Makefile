@@ -3,9 +3,10 @@ PYTHON ?= python3
 BIN := .venv/bin
 RUN ?= runs/quickstart
 
-.PHONY: help quickstart test clean
+.PHONY: help quickstart watch test clean
 help:
 	@echo "make quickstart   set up, train the three-game agent in $(RUN), evaluate it, write its report (about 10 minutes)"
+	@echo "make watch        set up and serve the page that shows the agent of results/agent play, on http://127.0.0.1:8080"
 	@echo "make test         set up and run every check (about 10 minutes)"
 	@echo "make clean        remove the virtual environment and caches; runs/ stays"
 
@@ -22,12 +23,22 @@ quickstart: $(BIN)/.ready
 	$(BIN)/presage evaluate $(RUN) --episodes 16 --max-frames 9000
 	$(BIN)/presage report $(RUN) --out $(RUN)/report
 
+watch: $(BIN)/.ready
+	$(BIN)/presage watch results/agent --k 50
+
+# The page is tested in Chromium: installed where that is possible, else those tests are skipped.
+.PHONY: browser
+browser:
+	@if ! command -v chromedriver >/dev/null && command -v apt-get >/dev/null && [ "$$(id -u)" = 0 ]; then \
+		apt-get -qq update && apt-get -qqy install chromium chromium-driver >/dev/null || true; fi
+	@command -v chromedriver >/dev/null || echo "no chromedriver here: the page will not be tested in a browser"
+
 # One thread for each of the parallel test processes: more would only fight each other.
-test: $(BIN)/.ready
+test: $(BIN)/.ready browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --cov --cov-report=
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadgroup --cov --cov-report=
 	@$(BIN)/coverage report --format=total | sed 's/^/coverage: /; s/$$/ %/'
 
 clean:

@@ -179,6 +179,21 @@ class Agent:
             **out,
         )
 
+    def foresee(self, frames: Any, task: str | Task, actions: Any) -> tuple[Array, Array]:
+        """P(died) and P(scored) after each step, if these actions int [H] are played from uint8 frames [4, 84, 84]."""
+        batch, single = checked_frames(frames)
+        table, sequence = controls_table([self.spec(task)])[0], np.asarray(actions)
+        if (
+            not single
+            or sequence.ndim != 1
+            or not len(sequence)
+            or not 0 <= sequence.min() <= sequence.max() < len(table)
+        ):
+            raise UsageError("one stack of frames, and one sequence of the task's actions by their numbers.")
+        controls = table[torch.from_numpy(sequence)][None, None].to(self.device)  # [1, 1, H, 3]
+        died, scored = self.model.imagine_steps(self.model.perceive(batch.to(self.device)), controls)
+        return died[0, 0].cpu().numpy(), scored[0, 0].cpu().numpy()
+
     def act(self, frames: Any, task: str | Task) -> Any:
         """The action to play now; `plan` with `previous` plays better, as it carries plans on."""
         return self.plan(frames, task).action

@@ -7,7 +7,7 @@ row r plays tasks[r // envs].
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property
+from functools import cached_property, partial
 from typing import Any, NamedTuple, Protocol
 
 import gymnasium as gym
@@ -23,6 +23,7 @@ Chooser = Callable[[Array, Array], Array]  # (frames uint8 [N, 84, 84], fresh bo
 
 MAX_FRAMES = 108_000  # an episode's cap, in emulator frames: 30 minutes of play
 SKIP = 4  # emulator frames a step
+SCREEN = (210, 160)  # the emulator's own pixels
 
 
 class Step(NamedTuple):
@@ -41,44 +42,55 @@ class Pool(Protocol):
     def reset(self, seeds: Array) -> Array: ...
     def send(self, actions: Array) -> None: ...
     def recv(self) -> Step: ...
+    def pictures(self) -> Array: ...
     def close(self) -> None: ...
 
 
 class AtariPool:
-    """ale-py's vector environment: frame skip 4, maximum of the last two frames, grey 84×84, unclipped rewards."""
+    """ale-py's vector environment: frame skip 4, maximum of the last two frames, grey 84×84, unclipped rewards.
 
-    def __init__(self, task: AtariTask, envs: int, sticky: float, threads: int, max_frames: int):
+    coloured: twins play the same beside them, for people to look at.
+    """
+
+    def __init__(self, task: AtariTask, envs: int, sticky: float, threads: int, max_frames: int, coloured: bool):
         self.task = task
         # A seed makes the emulator load its ROM anew: slow, but the only reset that forgets everything (after a plain
         # one many games, Demon Attack and Tennis among them, begin differently). A new emulator needs it for sticky
         # actions only.
         self.seed_now = sticky > 0
-        self.envs = AtariVectorEnv(
+        emulators = partial(
+            AtariVectorEnv,
             task.name,
             envs,
             num_threads=threads,
             max_num_frames_per_episode=max_frames,
             repeat_action_probability=sticky,
             autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,  # no frame is lost and no step is a mere restart
-            img_height=FRAME,
-            img_width=FRAME,
             stack_num=1,  # frames are stacked where they are used, so that each is kept once
             frameskip=SKIP,
             noop_max=0,  # the Arena does nothing by itself, in steps that are recorded
             reward_clipping=False,
             use_fire_reset=False,
         )
+        self.envs = emulators(img_height=FRAME, img_width=FRAME)
+        self.twins = emulators(img_height=SCREEN[0], img_width=SCREEN[1], grayscale=False) if coloured else None
 
     def reset(self, seeds: Array) -> Array:
         frames, info = self.envs.reset(seed=seeds if self.seed_now else None)
+        if self.twins is not None:
+            self.screens = self.twins.reset(seed=seeds if self.seed_now else None)[0]
         self.seed_now = True
         self.lives: Array = info["lives"].copy()
         return np.asarray(frames[:, 0])
 
     def send(self, actions: Array) -> None:
         self.envs.send(actions)
+        if self.twins is not None:
+            self.twins.send(actions)
 
     def recv(self) -> Step:
+        if self.twins is not None:
+            self.screens = self.twins.recv()[0]
         frames, rewards, terminated, truncated, info = self.envs.recv()
         ended = terminated | truncated
         if self.task.death == "lives":
@@ -90,8 +102,14 @@ class AtariPool:
         self.lives = info["lives"].copy()
         return Step(frames[:, 0], rewards.astype(np.float32), died, rewards > 0, ended)
 
+    def pictures(self) -> Array:
+        """uint8 [envs, 210, 160, 3], of coloured pools; pixels are wider than high: the screen is 4:3."""
+        return np.asarray(self.screens[:, 0])
+
     def close(self) -> None:
         self.envs.close()
+        if self.twins is not None:
+            self.twins.close()
 
 
 class GymPool:
@@ -109,13 +127,22 @@ class GymPool:
 
     def reset(self, seeds: Array) -> Array:
         self.ages = [0] * len(self.envs)
-        return np.stack([self._frame(e.reset(seed=int(s))[0]) for e, s in zip(self.envs, seeds, strict=True)])
+        self.frames = np.stack([self._frame(e.reset(seed=int(s))[0]) for e, s in zip(self.envs, seeds, strict=True)])
+        return self.frames
 
     def send(self, actions: Array) -> None:
         self.actions = actions
 
     def recv(self) -> Step:
-        return Step(*map(np.stack, zip(*map(self._step, range(len(self.envs)), self.actions), strict=True)))
+        step = Step(*map(np.stack, zip(*map(self._step, range(len(self.envs)), self.actions), strict=True)))
+        self.frames = step.frames
+        return step
+
+    def pictures(self) -> Array:
+        """uint8 [envs, H, W, 3]: what the environments draw for people, or else what the network sees."""
+        drawn = [np.asarray(env.render()) if env.render_mode == "rgb_array" else None for env in self.envs]
+        grey = np.repeat(self.frames[..., None], 3, -1)
+        return np.stack([grey[i] if picture is None else picture for i, picture in enumerate(drawn)])
 
     def close(self) -> None:
         for env in self.envs:
@@ -157,13 +184,14 @@ class Arena:
         sticky: float = 0.0,
         threads: int = 0,
         max_frames: int = MAX_FRAMES,
+        coloured: bool = False,
     ):
         self.tasks, self.envs, self.noop_max = tuple(tasks), envs, noop_max
         self.rows = len(tasks) * envs
         self.task_of = np.repeat(np.arange(len(tasks)), envs)  # [N]
         # The pools of all tasks play at once: together they have a thread for each core.
         each = threads or max(1, (os.cpu_count() or 1) // len(tasks))
-        self.options = (sticky, each, max_frames)
+        self.options = (sticky, each, max_frames, coloured)
         self.noop = np.array([task.noop for task in tasks])[self.task_of]
         self.serve = np.array([-1 if task.serve is None else task.serve for task in tasks])[self.task_of]
         self.under_way = False  # a step was sent and not yet received
@@ -212,13 +240,15 @@ class Arena:
         ]
         return np.concatenate([start.result() if isinstance(start, Future) else start for start in starts])
 
+    def overruled(self, actions: Array) -> Array:
+        """What would really be played: doing nothing at first (S13), serving when due (S14)."""
+        return np.where(self.noops_left > 0, self.noop, np.where(self.serve_due, self.serve, actions))
+
     def send(self, actions: Array) -> Array:
-        """Play one step; the actions really played: doing nothing at first (S13), serving when due (S14)."""
-        idle = self.noops_left > 0
-        serving = ~idle & self.serve_due
-        played = np.where(idle, self.noop, np.where(serving, self.serve, actions))
+        """Play one step; the actions really played."""
+        played, idle = self.overruled(actions), self.noops_left > 0
         self.noops_left -= idle
-        self.serve_due &= ~serving
+        self.serve_due &= idle
         for pool, part in zip(self.pools, np.split(played, len(self.pools)), strict=True):
             pool.send(np.ascontiguousarray(part))
         self.under_way = True
@@ -230,6 +260,17 @@ class Arena:
         self.serve_due |= step.died & (self.serve >= 0)
         self._start(step.ended)
         return step
+
+    def picture(self, row: int = 0) -> Array:
+        """What a person sees of a game now, uint8 [H, W, 3]; Atari games must be `coloured`."""
+        return np.asarray(self.pools[row // self.envs].pictures()[row % self.envs])
+
+    def lives(self, row: int = 0) -> int | None:
+        """How many are left, where the emulator counts them."""
+        pool = self.pools[row // self.envs]
+        if not isinstance(pool, AtariPool) or pool.task.death != "lives":
+            return None
+        return int(pool.lives[row % self.envs])
 
     def close(self) -> None:
         self.workers.shutdown()

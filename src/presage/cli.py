@@ -152,20 +152,60 @@ def _tell_knowledge(run: Path, iteration: int | None, games: Sequence[str], json
     Console().print(table)
 
 
-def play(run: Folder, game: str = "", video: Path | None = None, seed: int = 0, iteration: int | None = None) -> None:
-    """Play one full episode and tell its score; with --video, film what the network sees.
+def play(
+    run: Folder,
+    game: str = "",
+    video: Path | None = None,
+    plain: bool = False,
+    start: float = 0.0,
+    seconds: float = float("inf"),
+    seed: int = 0,
+    k: int | None = None,
+    iteration: int | None = None,
+) -> None:
+    """Play one full episode and tell its score; with --video, film it and what the agent thinks.
 
     Args:
         run: The run's folder, or an exported agent's.
         game: Which game; the first it was trained on unless told.
-        video: Write an MP4 here.
+        video: Write a film here, an .mp4 or a .gif.
+        plain: Film the screen alone: many times faster.
+        start: Where the film begins, in seconds of play.
+        seconds: How long it is; to the end of the episode unless told.
         seed: Of the no-op start and the imagined sequences.
+        k: Sequences imagined a step; what the next iteration would use unless told.
         iteration: Which iteration's network; the newest unless told.
     """
     from presage.agent import load
     from presage.replay import episode
 
-    print(json_module.dumps(episode(load(run, iteration), game, seed, video)))
+    agent = load(run, iteration).playing(k)
+    print(json_module.dumps(episode(agent, game, seed, video, plain, start, seconds)))
+
+
+def watch(
+    run: Folder,
+    game: str = "",
+    port: int = 8080,
+    host: str = "127.0.0.1",
+    k: int | None = None,
+    recordings: Path = Path("recordings"),
+) -> None:
+    """Serve a page that shows the agent play and what it thinks, where one can change things and play oneself.
+
+    Args:
+        run: The run's folder, or an exported agent's.
+        game: Which game first; the first it was trained on unless told.
+        port: Of the page.
+        host: Who may look: this machine alone unless told.
+        k: Sequences imagined a step at first; what the next iteration would use unless told.
+        recordings: The folder where recorded play is left.
+    """
+    try:
+        from presage.viewer import serve
+    except ImportError:
+        raise UsageError("the page needs more packages: pip install 'presage[viewer]'.") from None
+    serve(run, game, host, port, k, recordings)
 
 
 def report(runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")], out: Path) -> None:
@@ -224,7 +264,7 @@ def doctor() -> None:
 
 
 COMMANDS: dict[str, Callable[..., None]] = {
-    command.__name__: command for command in (games, train, evaluate, play, report, bench, doctor)
+    command.__name__: command for command in (games, train, evaluate, play, watch, report, bench, doctor)
 }
 
 

@@ -1,4 +1,4 @@
-"""One full episode, to look at: its score, and what the network saw as a film."""
+"""One full episode, to look at: its score, and a film of it."""
 
 from contextlib import closing
 from pathlib import Path
@@ -7,61 +7,93 @@ from typing import Any
 import numpy as np
 
 from presage.agent import Agent
-from presage.arena import SKIP, Arena, Array, Turn, play
-from presage.collect import whole_seed
+from presage.arena import SKIP, Array
+from presage.drawing import DARK, GAME, rasterise, scene
 from presage.errors import UsageError
-from presage.games import find
+from presage.live import Live, Moment
 from presage.progress import Bar
-from presage.tasks import Spec, Task
+from presage.tasks import Task
 
-ARENA, CHOOSER = 6, 7  # which generator a seed is for
-SCALE = 4  # screen pixels for each of the network's
+FPS = 60 / SKIP  # the game's own speed
 MAX_STEPS = 27_000
+GIF_WIDTH, GIF_COLOURS = 640, 96
 
 
-def episode(agent: Agent, game: str | Task, seed: int = 0, video: Path | None = None) -> dict[str, Any]:
-    """Play it to its end; its score, steps and deaths."""
-    if seed < 0:
-        raise UsageError(f"the seed must not be negative, not {seed}.")
-    task = find([game or next(iter(agent.specs))])[0]
-    film = Film(video) if video else None
+def episode(
+    agent: Agent,
+    game: str | Task,
+    seed: int = 0,
+    video: Path | None = None,
+    plain: bool = False,
+    start: float = 0.0,
+    seconds: float = float("inf"),
+) -> dict[str, Any]:
+    """Play it to its end; its score, steps and deaths. A film may begin late and end early, in seconds of play."""
+    film = Film(video, plain) if video else None
     score, steps, deaths = 0.0, 0, 0
-    with Bar(f"play {task.name}", MAX_STEPS, "steps") as bar, closing(Arena([task], 1)) as arena:
-        for turn in play(arena, agent.chooser([Spec.of(task)], whole_seed(seed, CHOOSER)), (seed, ARENA)):
-            score, steps, deaths = score + float(turn.rewards[0]), steps + 1, deaths + int(turn.died[0])
-            if film:
-                film.add(turn)
-            bar.advance(1, f"score {score:g}")
-            if turn.ended[0]:
-                break
+    with closing(Live(agent, game or next(iter(agent.specs)), seed)) as live:
+        name = live.task.name
+        with Bar(f"play {name}", MAX_STEPS, "steps") as bar:
+            ended = False
+            while not ended:
+                moment = live.look()
+                if film and start <= steps / FPS < start + seconds:
+                    film.add(moment)
+                turn = live.play(moment)
+                score, steps, deaths = score + float(turn.rewards[0]), steps + 1, deaths + int(turn.died[0])
+                ended = bool(turn.ended[0])
+                bar.advance(1, f"score {score:g}")
     if film:
         film.close()
-    return {
-        "game": task.name,
-        "score": score,
-        "steps": steps,
-        "deaths": deaths,
-        "iteration": agent.iteration,
-        "seed": seed,
-    }
+    return {"game": name, "score": score, "steps": steps, "deaths": deaths, "iteration": agent.iteration, "seed": seed}
 
 
 class Film:
-    """An MP4 at the game's own speed."""
+    """Moments at the game's own speed: an MP4, or a GIF for pages that show no films. plain: the screen alone."""
 
-    def __init__(self, path: Path):
+    def __init__(self, path: Path, plain: bool = False):
         try:
             import imageio.v2 as imageio
         except ImportError:
-            raise UsageError("films need two more packages: pip install 'presage[video]'.") from None
-        if path.suffix != ".mp4":
-            raise UsageError(f"a film's name ends in .mp4, not {path.name!r}.")
+            raise UsageError("films need more packages: pip install 'presage[video]'.") from None
+        if path.suffix not in (".mp4", ".gif"):
+            raise UsageError(f"a film's name ends in .mp4 or .gif, not {path.name!r}.")
         path.parent.mkdir(parents=True, exist_ok=True)
-        self.writer = imageio.get_writer(path, fps=60 / SKIP, macro_block_size=1)
+        self.path, self.plain = path, plain
+        self.images: list[Any] = []  # a GIF's, which is written at once
+        self.writer = imageio.get_writer(path, fps=FPS, macro_block_size=1) if path.suffix == ".mp4" else None
 
-    def add(self, turn: Turn) -> None:
-        large: Array = turn.frames[0].repeat(SCALE, 0).repeat(SCALE, 1)
-        self.writer.append_data(np.stack([large] * 3, -1))
+    def add(self, moment: Moment) -> None:
+        left, top, width, height = GAME
+        screen = stretched(moment.picture, width, height)
+        if self.plain:
+            frame = screen
+        else:
+            frame = rasterise(scene(moment, screen=False), DARK)
+            frame[top : top + height, left : left + width] = screen  # much faster than inside the SVG
+        if self.writer:
+            self.writer.append_data(frame)
+        else:
+            self.images.append(in_few_colours(frame))
 
     def close(self) -> None:
-        self.writer.close()
+        if self.writer:
+            self.writer.close()
+        elif self.images:
+            first, *rest = self.images
+            first.save(self.path, save_all=True, append_images=rest, duration=1000 / FPS, loop=0, optimize=True)
+
+
+def stretched(picture: Array, width: int, height: int) -> Array:
+    """[height, width, 3], with sharp pixels."""
+    rows, columns = picture.shape[:2]
+    y, x = np.arange(height) * rows // height, np.arange(width) * columns // width
+    return np.asarray(picture[y[:, None], x])
+
+
+def in_few_colours(frame: Array) -> Any:
+    from PIL import Image
+
+    size = (GIF_WIDTH, frame.shape[0] * GIF_WIDTH // frame.shape[1])
+    small = Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS)
+    return small.quantize(GIF_COLOURS, dither=Image.Dither.NONE)

@@ -1,0 +1,140 @@
+"""One game, step by step, and what the agent thinks of it: what the page, the films and the report show."""
+
+from collections import deque
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+
+from presage.agent import Agent, AgentPlan
+from presage.arena import Arena, Array, Turn
+from presage.collect import of_task, whole_seed
+from presage.errors import UsageError
+from presage.games import find
+from presage.store import RUN, ShardWriter
+from presage.tasks import STACK, Control, Task
+
+ARENA, CHOOSER = 6, 7  # which generator a seed is for
+REMEMBERED = 200  # steps that a history shows
+
+
+class Past(NamedTuple):
+    """A step that was played: what was foretold when it began, and what it brought."""
+
+    p_died: float  # within the horizon
+    p_scored: float
+    died: bool
+    scored: bool
+
+
+@dataclass(frozen=True)
+class Moment:
+    """All there is to see before a step is played."""
+
+    game: str
+    known: bool  # the network was trained on this game
+    iteration: int  # of the network
+    picture: Array  # uint8 [H, W, 3]
+    controls: tuple[Control, ...]  # of the game's actions
+    plan: AgentPlan
+    person: bool  # a person plays, not the agent
+    action: int  # what is pressed now
+    sequence: Array  # int [H]: what is meant to follow: the agent's plan, or the person's control held down
+    p_died: Array  # [H]: what would come of that, after each step
+    p_scored: Array  # [H]
+    score: float
+    lives: int | None
+    step: int
+    past: tuple[Past, ...]  # of this episode, at most REMEMBERED
+
+
+class Live:
+    """A game that waits for whoever looks at it. Everything follows from the seed and from what is pressed."""
+
+    def __init__(self, agent: Agent, game: str | Task, seed: int = 0):
+        self.agent, self.k, self.threshold = agent, agent.k, None  # type: Agent, int, float | None
+        self.held: Control | None = None  # what a person presses; None: the agent plays
+        self.tape: list[Turn] | None = None  # steps being recorded
+        (self.task,) = find([game])
+        self.arena = Arena([self.task], 1, threads=1, coloured=True)
+        self.start(seed)
+
+    def start(self, seed: int) -> None:
+        """A new episode."""
+        if seed < 0:
+            raise UsageError(f"the seed must not be negative, not {seed}.")
+        self.seed, self.moments = seed, 0
+        self._begin(self.arena.reset((seed, ARENA)))
+
+    def _begin(self, frames: Array) -> None:
+        self.stack = np.repeat(frames, STACK, 0)  # [4, 84, 84]
+        self.score, self.steps, self.previous = 0.0, 0, None  # type: float, int, AgentPlan | None
+        self.past: deque[Past] = deque(maxlen=REMEMBERED)
+
+    def look(self) -> Moment:
+        """What is to be seen now. Asked again it is the same, or as other settings and networks see it."""
+        seed = whole_seed(self.seed, CHOOSER, self.moments)
+        plan = self.agent.plan(self.stack, self.task, self.k, self.threshold, seed, self.previous)
+        sequence, p_died, p_scored = plan.sequence, plan.p_died, plan.p_scored
+        if self.held is not None:
+            sequence = np.full_like(sequence, nearest_action(self.task.controls, self.held))
+            p_died, p_scored = self.agent.foresee(self.stack, self.task, sequence)
+        return Moment(
+            game=self.task.name,
+            known=self.task.name in self.agent.specs,
+            iteration=self.agent.iteration,
+            picture=self.arena.picture(),
+            controls=self.task.controls,
+            plan=plan,
+            person=self.held is not None,
+            action=int(self.arena.overruled(sequence[:1])[0]),
+            sequence=sequence,
+            p_died=p_died,
+            p_scored=p_scored,
+            score=self.score,
+            lives=self.arena.lives(),
+            step=self.steps,
+            past=tuple(self.past),
+        )
+
+    def play(self, moment: Moment) -> Turn:
+        """Press what this moment, the latest, is about to press."""
+        seen = self.stack[-1:]
+        played = self.arena.send(moment.sequence[:1])
+        frames, *outcome = self.arena.recv()
+        turn = Turn(seen, played, *outcome)
+        if self.tape is not None:
+            self.tape.append(turn)
+        self.moments += 1
+        if turn.ended[0]:
+            self._begin(frames)
+            return turn
+        self.stack = np.concatenate([self.stack[1:], frames])
+        self.score, self.steps = self.score + float(turn.rewards[0]), self.steps + 1
+        self.past.append(Past(moment.p_died[-1], moment.p_scored[-1], bool(turn.died[0]), bool(turn.scored[0])))
+        # What is carried on is what was meant to follow what was pressed.
+        self.previous = replace(moment.plan, sequence=moment.sequence)
+        return turn
+
+    def save_tape(self, folder: Path) -> Path:
+        """Leave what was recorded as a shard (docs/data.md); recording stops."""
+        turns, self.tape = self.tape, None
+        if not turns:
+            raise UsageError("nothing was recorded yet.")
+        number = sum(1 for _ in folder.glob(f"{self.task.name}-*.safetensors")) if folder.is_dir() else 0
+        path = folder / f"{self.task.name}-{number:03d}.safetensors"
+        writer = ShardWriter(path, self.task, {"iteration": self.agent.iteration, "shard": number, "seed": self.seed})
+        for first in range(0, len(turns), RUN):
+            writer.add(of_task([[turn] for turn in turns[first : first + RUN]], 0, 1))
+        writer.close()
+        return path
+
+    def close(self) -> None:
+        self.arena.close()
+
+
+def nearest_action(controls: Sequence[Control], wanted: Control) -> int:
+    """The game's action that is most like what is pressed."""
+    return int(np.abs(np.array(controls) - wanted).sum(1).argmin())
