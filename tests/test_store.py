@@ -13,7 +13,7 @@ from safetensors import safe_open
 
 from presage.arena import Arena, Turn, play
 from presage.batches import assemble
-from presage.collect import collect_shard, of_task, open_arenas, random_chooser
+from presage.collect import collect_shard, of_task, open_arenas, random_chooser, straying
 from presage.config import preset, with_fields
 from presage.errors import RunError
 from presage.games import find
@@ -169,8 +169,8 @@ def test_the_controls_of_many_games_do_not_run_into_each_other(tmp_path):
 def test_shard_lengths_share_the_steps_evenly():
     config = with_fields(preset("debug"), first_steps=100, shard_steps=30, envs=2, heldout_steps=8)
     assert shard_lengths(config, 1) == [4, 12, 13, 12, 13]
-    assert sum(shard_lengths(preset("paper"), 1)[1:]) * 32 == 400_000
-    assert sum(shard_lengths(preset("paper"), 2)[1:]) * 32 == 200_000
+    assert sum(shard_lengths(preset("paper"), 1)[1:]) * 40 == 400_000
+    assert sum(shard_lengths(preset("paper"), 2)[1:]) * 40 == 200_000
 
 
 def test_a_paper_run_on_24_gib_is_planned_under_12_gib():
@@ -246,3 +246,18 @@ def test_frames_left_in_the_stores_room_are_those_of_the_shard(tmp_path):
     assert played.size == unpacked.size == 104
     assert torch.equal(played.frames.frames[:104], unpacked.frames.frames[:104])
     assert unpacked.frames.frames[:104].float().std() > 0
+
+
+def test_strays_are_whole_random_sequences_in_a_share_of_all_steps():
+    tasks = find(["toy", "breakout"])
+    choose = straying(lambda frames, fresh: np.full(200, -1), tasks, 100, share=0.3, length=10, seed=4)
+    played = np.stack([choose(np.empty(0), np.zeros(200, bool)) for _ in range(1000)], 1)  # [200, 1000]
+    strays = played >= 0
+    assert 0.27 < strays.mean() < 0.33
+    for row in strays:
+        ends = np.flatnonzero(np.diff(np.concatenate([[0], row.astype(int), [0]])))
+        lengths = (ends[1::2] - ends[::2])[:-1]  # the last may be cut off
+        assert (lengths % 10 == 0).all()  # one may follow another at once
+    assert set(played[:100][strays[:100]]) == {0, 1, 2}
+    assert set(played[100:][strays[100:]]) == {0, 1, 2, 3}
+    assert (choose(np.empty(0), np.ones(200, bool)) >= 0).mean() < 0.15  # a new episode begins as planned

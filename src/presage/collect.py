@@ -33,7 +33,7 @@ from presage.store import (
 )
 from presage.tasks import Spec, Task
 
-ARENA, CHOOSER = 1, 2  # which generator a seed is for
+ARENA, CHOOSER, STRAYS = 1, 2, 8  # which generator a seed is for
 
 
 @contextmanager
@@ -62,6 +62,27 @@ def random_chooser(tasks: Sequence[Task], envs: int, seed: int) -> Chooser:
         return random.integers(counts)
 
     return choose
+
+
+def straying(choose: Chooser, tasks: Sequence[Task], envs: int, share: float, length: int, seed: int) -> Chooser:
+    """As `choose`, but in this share of the steps a game plays out a random sequence, as long as plans are.
+
+    Else the network would never see what comes of most plans that it is asked about: those it does not choose, from
+    states that it comes to.
+    """
+    counts = np.repeat([len(task.controls) for task in tasks], envs)
+    random, left = np.random.default_rng(seed), np.zeros(len(counts), np.int64)
+    chance = share / (length * (1 - share))  # of beginning one: on average `length` steps in every length / share
+
+    def choose_or_stray(frames: Array, fresh: Array) -> Array:
+        chosen = choose(frames, fresh)
+        left[fresh] = 0
+        left[(left == 0) & (random.random(len(left)) < chance)] = length
+        strays = left > 0
+        left[strays] -= 1
+        return np.where(strays, random.integers(counts), chosen)
+
+    return choose_or_stray
 
 
 def prepare(config: Config, arenas: Sequence[Arena], iteration: int, shard: int) -> None:
@@ -134,6 +155,9 @@ def plays(
             choose = random_chooser(tasks, arena.envs, seed)
         else:
             choose = agent.chooser([Spec.of(task) for task in tasks for _ in range(arena.envs)], seed)
+            if config.data.stray:
+                strays = whole_seed(*place, STRAYS, group)
+                choose = straying(choose, tasks, arena.envs, config.data.stray, config.data.horizon, strays)
         groups.append(play(arena, choose, (*place, ARENA, group)))
     return zip(*groups, strict=True)
 

@@ -38,6 +38,8 @@ class DataConfig:
     """Chance that the emulator repeats the previous action instead (0: as in the paper)."""
     horizon: int = 25
     """Steps looked ahead."""
+    stray: float = 0.0
+    """Share of planned play in which a random sequence is played out: what comes of plans that nobody would choose."""
     shards_from: str = ""
     """Take the shards that this run has instead of playing them: other networks, equal data."""
     overlap: bool = False
@@ -124,7 +126,7 @@ class MachineConfig:
 class Config:
     """One experiment."""
 
-    preset: Literal["paper", "paper-overlap", "quickstart", "debug"] = "paper"
+    preset: Literal["paper", "paper-overlap", "stray", "quickstart", "debug"] = "paper"
     """Where every other default comes from."""
     games: tuple[str, ...] = ("pong", "breakout", "demon_attack")
     """Games to learn at once, with one network."""
@@ -146,6 +148,8 @@ PRESETS: dict[str, Config] = {
     "paper": Config(),
     # The same amounts, but emulator and GPU work at the same time: data are one network older than in the paper.
     "paper-overlap": Config(preset="paper-overlap", data=DataConfig(overlap=True)),
+    # The same as that, but it also learns what comes of plans that it would not choose.
+    "stray": Config(preset="stray", data=DataConfig(overlap=True, stray=0.3)),
     # Ten minutes on two CPU cores: little data, a narrow network, a high learning rate, two iterations of planned play.
     "quickstart": Config(
         preset="quickstart",
@@ -252,6 +256,8 @@ def check(config: Config) -> Config:
             raise UsageError(f"{name} must be a number that is not negative, not {number}.")
     if data.sticky > 1:
         raise UsageError(f"sticky is a chance between 0 and 1, not {data.sticky}.")
+    if not 0 <= data.stray < 1:
+        raise UsageError(f"stray is a share from 0 to less than 1, not {data.stray}.")
     for name in ("first_steps", "later_steps", "heldout_steps"):
         if whole[name] % data.envs:
             raise UsageError(f"{name} ({whole[name]}) must be a multiple of envs ({data.envs}).")
