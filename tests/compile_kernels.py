@@ -52,9 +52,11 @@ model = Model(ModelConfig()).train()
 frames, controls = torch.zeros(100, 4, 84, 84, dtype=torch.uint8), torch.zeros(100, 25, 3)
 batch = Batch(frames, controls, *torch.zeros(3, 100, 25, dtype=torch.bool))
 Learner(model, make_optimizer(model, TrainConfig()), 1.0).update(batch)
+weights = fused_prediction.Weights(*model.prediction.parameters(), *model.valuation.parameters())
 with torch.no_grad():
-    fused_prediction.last_states(
-        torch.zeros(48, 100), torch.zeros(48, 200, 25, 3), list(model.prediction.parameters()), True, torch.bfloat16
-    )
+    for monotone in (False, True):
+        fused_prediction.last_logits(
+            torch.zeros(48, 100), torch.zeros(48, 200, 25, 3), weights, True, monotone, torch.bfloat16
+        )
 for (name, _), shared in compiled.items():
     print(name, shared)

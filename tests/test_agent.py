@@ -93,12 +93,22 @@ def test_the_agent_that_comes_with_presage_plays():
 
 def test_the_same_network_can_play_otherwise(tiny_run):
     agent = tiny_run.agent()
-    other = agent.playing(k=3, threshold=0.4, carry=False)
+    other = agent.playing(k=3, threshold=0.4, carry=False, monotone=True)
     result = presage.evaluate(other, games=["toy"], episodes=1)
-    assert (result["k"], result["thresholds"], result["carry"]) == (3, {"toy": 0.4}, False)
+    how = ("k", "thresholds", "carry", "monotone", "own_plans")
+    assert [result[name] for name in how] == [3, {"toy": 0.4}, False, True, False]
     usual = presage.evaluate(agent, games=["toy"], episodes=1, k=5)
-    assert (usual["k"], usual["thresholds"], usual["carry"]) == (5, {"toy": 0.0}, True)
+    assert [usual[name] for name in how] == [5, {"toy": 0.0}, True, False, False]
     assert agent.k == 4
+    assert presage.evaluate(agent, games=["toy"], episodes=1)["own_plans"]
+
+
+def test_a_monotone_agent_shows_and_plays_by_the_same_numbers(tiny_run, frames):
+    agent = tiny_run.agent().playing(k=20, monotone=True)
+    plan = agent.plan(frames[0], "breakout", seed=1, threshold=0.5)
+    assert (np.diff(plan.candidates_p_died, axis=-1) >= 0).all()
+    assert (plan.safe == (plan.candidates_p_died[:, -1] < 0.5)).all()
+    assert np.allclose(agent.foresee(frames[0], "breakout", plan.sequence)[0], plan.p_died, atol=1e-6)
 
 
 def test_an_export_needs_nothing_of_the_run(tiny_run, frames, tmp_path):

@@ -20,7 +20,7 @@ REPOSITORY = Path(__file__).parents[1]
 def test_help_lists_the_commands_and_each_has_its_own():
     done = cli("--help")
     assert done.returncode == 0
-    for command in ("games", "train", "evaluate", "play", "report", "bench", "doctor"):
+    for command in ("games", "train", "evaluate", "play", "watch", "report", "bench", "doctor"):
         assert f"presage {command}" in done.stdout
     train = cli("train", "--preset", "paper", "--help").stdout
     assert "--batch-size" in train
@@ -88,15 +88,21 @@ def test_evaluate_prints_a_table(tiny_run):
 
 
 def test_play_tells_a_score_and_films_it(tiny_run, tmp_path):
-    done = cli("play", tiny_run.path, "--game", "toy", "--video", tmp_path / "toy.mp4", "--seed", 1)
-    assert done.returncode == 0, done.stderr
-    result = json.loads(done.stdout)
     import imageio.v3 as imageio
 
+    game = ("play", tiny_run.path, "--game", "toy", "--seed", 1)
+    done = cli(*game, "--video", tmp_path / "toy.mp4", "--plain")
+    assert done.returncode == 0, done.stderr
+    result = json.loads(done.stdout)
     film = list(imageio.imiter(tmp_path / "toy.mp4"))
     assert len(film) == result["steps"]
-    assert film[0].shape == (336, 336, 3)
+    assert film[0].shape == (336, 448, 3)
     assert (film[0] != film[-1]).any()
+    part = cli(*game, "--video", tmp_path / "part.mp4", "--start", 1, "--seconds", 0.4)
+    assert json.loads(part.stdout) == result  # whatever is filmed, the game is the same
+    film = list(imageio.imiter(tmp_path / "part.mp4"))
+    assert len(film) == 6  # at 15 a second
+    assert film[0].shape == (540, 960, 3)
     wrong = cli("play", tiny_run.path, "--game", "toy", "--video", tmp_path / "toy.avi")
     assert wrong.returncode == 2
     assert "ends in .mp4" in wrong.stderr
@@ -135,6 +141,8 @@ def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tm
         *(f"{name}.{kind}" for name in FIGURES for kind in ("svg", "png")),
     }
     assert page.count("data:image/svg+xml") == len(FIGURES)
+    clips = list((tmp_path / "report").glob("tiny-*.mp4"))
+    assert page.count("data:video/mp4") == len(clips) > 0  # deaths that so poor a network did not foresee
     assert "http://" not in page.replace("http://www.w3.org", "")
     assert "| toy | " in (tmp_path / "report" / "summary.md").read_text()
     rows = (tmp_path / "report" / "heldout.csv").read_text().splitlines()
@@ -149,7 +157,7 @@ def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tm
 
 def test_a_report_of_two_runs_tells_them_apart(tiny_run, tmp_path):
     runs = [evaluated(tiny_run, tmp_path / name) for name in ("one", "two")]
-    write(runs, tmp_path / "report")
+    write(runs, tmp_path / "report", looks=False)
     names = {p.stem for p in (tmp_path / "report").glob("*.png")}
     assert names == {"curves", "scores", *(f"{name}-{run.name}" for name in FIGURES[2:] for run in runs)}
     rows = (tmp_path / "report" / "calibration.csv").read_text().splitlines()[1:]

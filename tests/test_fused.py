@@ -26,7 +26,7 @@ from presage.events import Targets
 from presage.fused import Learner, fits, shape_fits
 from presage.fused_layers import block_weights, blocks, unblocked
 from presage.fused_perception import matrices
-from presage.fused_prediction import Weights, last_states, prepare
+from presage.fused_prediction import Weights, last_logits, prepare
 from presage.games import find
 from presage.graphs import Branch, Captured
 from presage.model import Model, Perception, loss
@@ -101,16 +101,20 @@ def test_the_recurrence_valuation_and_loss(kind, size, hidden, batch, horizon, d
     assert max(worst.values()) < (TOLERANCE if kind == "rrnn" else TOLERANCE_DEEP)[dtype], worst
 
 
+@pytest.mark.parametrize("monotone", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
 @pytest.mark.parametrize("kind", ["rrnn", "plain"])
-def test_the_states_that_planning_looks_at(kind, dtype):
+def test_what_planning_looks_at(kind, dtype, monotone):
     torch.manual_seed(1)
     model = Model(ModelConfig(kind, (4, 4, 4), 12, 20)).to(DEVICE)
     h = torch.randn(3, 12, device=DEVICE)
     controls = torch.randint(-1, 2, (3, 50, 6, 3), device=DEVICE).float()  # more sequences than a block has rows
-    plain = model.prediction.last(h.repeat_interleave(50, 0), controls.flatten(0, 1))
-    fused = last_states(h, controls, weights_of(model)[:4], kind == "rrnn", dtype)
-    assert far(fused, plain) < TOLERANCE[dtype]
+    plain = model.imagine(h, controls, monotone)
+    with torch.no_grad():
+        logits = last_logits(h, controls, weights_of(model), kind == "rrnn", monotone, dtype)
+    for fused, wanted in zip(logits.sigmoid().unbind(-1), plain, strict=True):
+        assert far(fused, wanted) < TOLERANCE[dtype]
+    assert monotone == (plain.died > model.imagine(h, controls).died).any()
 
 
 def test_the_first_layer_on_blocks_is_the_same_convolution():

@@ -14,6 +14,7 @@ from presage import drawing
 from presage.arena import Arena
 from presage.errors import UsageError
 from presage.games import find
+from presage.highlights import Glance, pick
 from presage.live import Live, nearest_action
 from presage.replay import Film
 from presage.store import Budget, Store, read_shard
@@ -181,6 +182,25 @@ def test_a_game_that_the_network_never_saw_is_said_to_be_one(agent):
     with closing(Live(agent, "pong")) as live:
         assert not live.look().known
         assert "never saw this game" in " ".join(drawing.facts(live.look()))
+
+
+def glances(length: int = 60, **changes: tuple[int, float]) -> list[Glance]:
+    """Nothing happens and nothing is expected; but `name=(step, value)`."""
+    found = [Glance(0.0, 0.0, 0.0, 0.0, False, False) for _ in range(length)]
+    for name, (step, value) in changes.items():
+        found[step] = found[step]._replace(**{name: value})
+    return found
+
+
+def test_clear_cases_are_found():
+    assert pick(glances(), 10) == {}
+    assert pick(glances(usual_died=(20, 0.9)), 10) == {"avoided": (0.9, 20)}
+    assert pick(glances(usual_died=(20, 0.9), died=(25, True)), 10).keys() == {"unforeseen"}  # it was not avoided
+    assert pick(glances(usual_died=(55, 0.9)), 10) == {}  # how that ended is not known
+    assert pick(glances(p_scored=(20, 0.8), scored=(24, True)), 10) == {"planned": (0.8, 20)}
+    assert pick(glances(p_scored=(20, 0.8), scored=(40, True)), 10) == {}  # not that point
+    assert pick(glances(died=(30, True)), 10) == {"unforeseen": (1.0, 27)}
+    assert pick(glances(died=(30, True), p_died=(27, 0.95)), 10) == {}  # it was foreseen
 
 
 def test_percentages_are_short():

@@ -47,6 +47,21 @@ def test_imagining_agrees_with_the_forward_pass(model):
         torch.testing.assert_close(last.scored[:, k], p[:, -1, 1], rtol=0, atol=1e-5)
 
 
+def test_monotone_probabilities_of_death_never_fall(model):
+    frames, controls = inputs(k=20)
+    h = model.perceive(frames)
+    plain, steps, last = (
+        model.imagine_steps(h, controls),
+        model.imagine_steps(h, controls, monotone=True),
+        model.imagine(h, controls, monotone=True),
+    )
+    assert (plain.died.diff(dim=-1) < 0).any()  # else this shows nothing
+    assert (steps.died.diff(dim=-1) >= 0).all()
+    assert torch.equal(steps.died[..., -1], plain.died.amax(-1))
+    assert torch.equal(last.died, steps.died[..., -1])
+    assert torch.equal(last.scored, plain.scored[..., -1])
+
+
 def test_a_prediction_depends_on_the_past_controls_only(model):
     frames, controls = inputs(k=1)
     before = model(frames, controls[:, 0])

@@ -16,6 +16,7 @@ from presage.arena import Array, Chooser
 from presage.batches import controls_table
 from presage.config import Config, at, check, from_json, to_json
 from presage.errors import RunError, UsageError
+from presage.events import Outlook
 from presage.files import checksum, encode_tensors, read_json, write_bytes, write_json
 from presage.games import find
 from presage.graphs import Captured
@@ -73,17 +74,29 @@ class Agent:
         self.fast = config.machine.fused and fused.fits(model, device)
         self.generator = torch.Generator(device).manual_seed(config.seed)
 
-    def playing(self, k: int | None = None, threshold: float | None = None, carry: bool | None = None) -> "Agent":
+    def playing(
+        self,
+        k: int | None = None,
+        threshold: float | None = None,
+        carry: bool | None = None,
+        monotone: bool | None = None,
+    ) -> "Agent":
         """The same network, which plans otherwise: with this k, with this bound on P(died) in all games, with or
-        without considering the last plan again."""
+        without considering the last plan again or taking P(died) never to fall."""
         old = self.config.plan
-        plan = replace(old, k=old.k if k is None else ((1, k),), carry=old.carry if carry is None else carry)
+        plan = replace(
+            old,
+            k=old.k if k is None else ((1, k),),
+            carry=old.carry if carry is None else carry,
+            monotone=old.monotone if monotone is None else monotone,
+        )
         if threshold is not None and not threshold >= 0:
             raise UsageError(f"the threshold must not be negative, as {threshold} is.")
         other = copy(self)
         other.config = check(replace(self.config, plan=plan))
         other.bound = self.bound if threshold is None else threshold
-        other.own_plans = self.own_plans and other.k == self.k and threshold is None and plan.carry == old.carry
+        same = (other.k, plan.carry, plan.monotone) == (self.k, old.carry, old.monotone)
+        other.own_plans = self.own_plans and same and threshold is None
         return other
 
     @property
@@ -102,11 +115,12 @@ class Agent:
         With no seed it draws from the agent's own generator. fast: use a GPU's fused network, if there is one.
         """
         fast = fast and self.fast
+        imagine = partial(fused.imagine, self.model) if fast else self.model.imagine
         thresholds = [self.threshold(spec) for spec in specs]
         generator = self.generator if seed is None else torch.Generator(self.device).manual_seed(seed)
         return Planner(
             perceive=partial(fused.perceive, self.model) if fast else self.model.perceive,
-            imagine=partial(fused.imagine, self.model) if fast else self.model.imagine,
+            imagine=partial(imagine, monotone=self.config.plan.monotone),
             tables=controls_table(specs).to(self.device),
             action_counts=torch.tensor([len(spec.controls) for spec in specs], device=self.device),
             thresholds=torch.tensor(thresholds, dtype=torch.float32, device=self.device),
@@ -155,7 +169,7 @@ class Agent:
         stacks = batch.to(self.device)
         plan = planner.plan(stacks, fresh, rows)
         controls = planner.tables[rows[:, None, None], plan.actions]  # [N, k, H, 3]
-        died, scored = self.model.imagine_steps(self.model.perceive(stacks), controls)  # [N, k, H] each
+        died, scored = self._imagine_steps(stacks, controls)  # [N, k, H] each
         index, safe = plan.choice
         limit = float(planner.thresholds[0])
         arrays = {
@@ -179,6 +193,9 @@ class Agent:
             **out,
         )
 
+    def _imagine_steps(self, stacks: Tensor, controls: Tensor) -> Outlook:
+        return self.model.imagine_steps(self.model.perceive(stacks), controls, self.config.plan.monotone)
+
     def foresee(self, frames: Any, task: str | Task, actions: Any) -> tuple[Array, Array]:
         """P(died) and P(scored) after each step, if these actions int [H] are played from uint8 frames [4, 84, 84]."""
         batch, single = checked_frames(frames)
@@ -191,7 +208,7 @@ class Agent:
         ):
             raise UsageError("one stack of frames, and one sequence of the task's actions by their numbers.")
         controls = table[torch.from_numpy(sequence)][None, None].to(self.device)  # [1, 1, H, 3]
-        died, scored = self.model.imagine_steps(self.model.perceive(batch.to(self.device)), controls)
+        died, scored = self._imagine_steps(batch.to(self.device), controls)
         return died[0, 0].cpu().numpy(), scored[0, 0].cpu().numpy()
 
     def act(self, frames: Any, task: str | Task) -> Any:

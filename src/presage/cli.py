@@ -82,6 +82,7 @@ def evaluate(
     k: int | None = None,
     threshold: float | None = None,
     no_carry: bool = False,
+    monotone: bool | None = None,
     iteration: int | None = None,
     seed: int = 0,
     sticky: float = 0.0,
@@ -99,6 +100,7 @@ def evaluate(
         k: Sequences imagined a step; what the next iteration would use unless told.
         threshold: Bound on P(died) in all these games; what the next iteration would use unless told.
         no_carry: Only new sequences at each step: do not consider the last one's best again.
+        monotone: Take P(died) never to fall along a sequence (True), or not (False); as the run does unless told.
         iteration: Which iteration's network; the newest unless told.
         seed: Of no-op starts and imagined sequences.
         sticky: Chance that the emulator repeats the previous action.
@@ -112,11 +114,11 @@ def evaluate(
     from presage.run import add_line
 
     if heldout:
-        if random or no_carry or k is not None or threshold is not None:
-            raise UsageError("--heldout does not play: leave out --random, --k, --threshold and --no-carry.")
+        if random or no_carry or any(value is not None for value in (k, threshold, monotone)):
+            raise UsageError("--heldout does not play: leave out --random and how to plan.")
         _tell_knowledge(run, iteration, games, json)
         return
-    agent = load(run, iteration).playing(k, threshold, False if no_carry else None)
+    agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone)
     result = score(agent, games or None, episodes, None, seed, random, sticky, max_frames)
     if (run / "config.json").exists():
         add_line(run / "evaluations.jsonl", result)
@@ -208,16 +210,21 @@ def watch(
     serve(run, game, host, port, k, recordings)
 
 
-def report(runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")], out: Path) -> None:
+def report(
+    runs: Annotated[tuple[Path, ...], tyro.conf.Positional, tyro.conf.arg(metavar="DIR")],
+    out: Path,
+    no_looks: bool = False,
+) -> None:
     """Make tables (CSV), figures (SVG, PNG) and one self-contained page of one or more runs.
 
     Args:
         runs: The runs' folders.
         out: The folder to write.
+        no_looks: Only what was measured: do not play, to show moments and films of what the newest network thinks.
     """
     from presage.report import write
 
-    print(write(runs, out))
+    print(write(runs, out, not no_looks))
 
 
 def bench(

@@ -102,6 +102,8 @@ class PlanConfig:
     """Fixed bound on P(died) for a game, instead of that game's own schedule (`presage games` shows it)."""
     carry: bool = True
     """Consider the last step's best sequence again, moved on by one."""
+    monotone: bool = False
+    """Take P(died) never to fall along a sequence, as death is for good; off: what it is after the last step counts."""
 
 
 @dataclass(frozen=True)
@@ -126,7 +128,7 @@ class MachineConfig:
 class Config:
     """One experiment."""
 
-    preset: Literal["paper", "paper-overlap", "stray", "quickstart", "debug"] = "paper"
+    preset: Literal["paper", "paper-overlap", "best", "quickstart", "debug"] = "paper"
     """Where every other default comes from."""
     games: tuple[str, ...] = ("pong", "breakout", "demon_attack")
     """Games to learn at once, with one network."""
@@ -148,8 +150,8 @@ PRESETS: dict[str, Config] = {
     "paper": Config(),
     # The same amounts, but emulator and GPU work at the same time: data are one network older than in the paper.
     "paper-overlap": Config(preset="paper-overlap", data=DataConfig(overlap=True)),
-    # The same as that, but it also learns what comes of plans that it would not choose.
-    "stray": Config(preset="stray", data=DataConfig(overlap=True, stray=0.3)),
+    # The same amounts and network, with what did best here (docs/deviations.md).
+    "best": Config(preset="best", data=DataConfig(overlap=True, stray=0.3), plan=PlanConfig(monotone=True)),
     # Ten minutes on two CPU cores: little data, a narrow network, a high learning rate, two iterations of planned play.
     "quickstart": Config(
         preset="quickstart",

@@ -42,6 +42,7 @@ def evaluate(
         "k": agent.k,
         "thresholds": {task.name: agent.threshold(agent.spec(task)) for task in tasks},
         "carry": agent.config.plan.carry,
+        "monotone": agent.config.plan.monotone,
         "own_plans": agent.own_plans and sticky == agent.config.data.sticky,
         "policy": "random" if random else "planned",
         "seed": seed,

@@ -100,12 +100,11 @@ def perceive(model: Model, frames: Tensor) -> Tensor:
 
 
 @torch.inference_mode()
-def imagine(model: Model, h: Tensor, controls: Tensor) -> Outlook:
+def imagine(model: Model, h: Tensor, controls: Tensor, monotone: bool = False) -> Outlook:
     """As model.imagine."""
-    from presage.fused_prediction import last_states
+    from presage.fused_prediction import Weights, last_logits
 
     prediction = model.prediction
     assert isinstance(prediction, RRNN)
-    n, k = controls.shape[:2]
-    last = last_states(h, controls, list(prediction.parameters()), prediction.residual, LOW)  # [N * k, S]
-    return outlook(model.valuation(last).view(n, k, -1))
+    weights = Weights(*prediction.parameters(), *model.valuation.parameters())
+    return outlook(last_logits(h, controls, weights, prediction.residual, monotone, LOW))

@@ -9,7 +9,6 @@ Every linear layer carries its bias inside its matrix: the state is padded to a 
 columns is a constant 1 and, in front of it, three are the control. See `pack`.
 """
 
-from collections.abc import Sequence
 from typing import NamedTuple
 
 import torch
@@ -66,16 +65,34 @@ def _input(h, controls, row, step, col, live, size: tl.constexpr, horizon: tl.co
 
 
 @triton.jit
+def _valued(h, w, out_w, out_b, col, size: tl.constexpr, width: tl.constexpr, eps: tl.constexpr):
+    """Valuation of states [rows, width]: both logits, and what its gradients need."""
+    real = col < size
+    n, inverse = _normalised(h, real, size, eps)
+    v = (n + tl.where(col == size, 1.0, 0.0)).to(w.dtype.element_ty)
+    matrix = tl.load(w + tl.arange(0, width)[:, None] * width + col)  # [width, width]
+    y = tl.maximum(tl.dot(v, tl.trans(matrix), input_precision="ieee"), 0.0)
+    to_died = tl.load(out_w + col, mask=real, other=0.0)
+    to_scored = tl.load(out_w + size + col, mask=real, other=0.0)
+    logit_died = tl.sum(y * to_died, 1) + tl.load(out_b)
+    logit_scored = tl.sum(y * to_scored, 1) + tl.load(out_b + 1)
+    return logit_died, logit_scored, n, inverse, v, y
+
+
+@triton.jit
 def _last_kernel(
-    h0, controls, w1, w2, out, batch, per_state,
+    h0, controls, w1, w2, w, out_w, out_b, logits, batch, per_state,
     horizon: tl.constexpr, size: tl.constexpr, width: tl.constexpr, hidden: tl.constexpr, chunk: tl.constexpr,
-    rows: tl.constexpr, residual: tl.constexpr, eps: tl.constexpr,
+    rows: tl.constexpr, residual: tl.constexpr, monotone: tl.constexpr, eps: tl.constexpr,
 ):  # fmt: skip
-    """Row r goes from h0[r // per_state] through its controls; only the state after the last step is left."""
-    row = tl.program_id(0) * rows + tl.arange(0, rows)[:, None]  # [rows, 1]
+    """Row r goes from h0[r // per_state] through its controls; left are the logits after the last step, or with
+    monotone the highest of P(died) after any."""
+    number = tl.program_id(0) * rows + tl.arange(0, rows)
+    row = number[:, None]  # [rows, 1]
     col = tl.arange(0, width)[None, :]  # [1, width]: the state, the control, a 1, padding
     live, real = row < batch, col < size
     h = tl.load(h0 + (row // per_state) * size + col, mask=live & real, other=0.0)
+    highest = tl.full([rows], -1e9, tl.float32)
     for step in range(horizon):
         u = _input(h, controls, row, step, col, live, size, horizon, eps).to(w1.dtype.element_ty)
         r = tl.zeros([rows, width], tl.float32)
@@ -86,7 +103,12 @@ def _last_kernel(
             second = tl.load(w2 + tl.arange(0, width)[:, None] * hidden + unit[None, :])  # [width, chunk]
             r = tl.dot(a, tl.trans(second), r, input_precision="ieee")
         h = h + r if residual else r
-    tl.store(out + row * size + col, h, mask=live & real)
+        if monotone:
+            so_far, _, _, _, _, _ = _valued(h, w, out_w, out_b, col, size, width, eps)
+            highest = tl.maximum(highest, so_far)
+    died, scored, _, _, _, _ = _valued(h, w, out_w, out_b, col, size, width, eps)
+    tl.store(logits + number * 2, tl.maximum(died, highest), mask=number < batch)
+    tl.store(logits + number * 2 + 1, scored, mask=number < batch)
 
 
 @triton.jit
@@ -172,14 +194,8 @@ def _valuation_kernel(
     col = tl.arange(0, width)[None, :]
     live, real = (row < cases)[:, None], col < size
     at = ((row // horizon) * (horizon + 1) + row % horizon + 1)[:, None]  # states has h0 in front
-    n, inverse = _normalised(tl.load(states + at * size + col, mask=live & real, other=0.0), real, size, eps)
-    v = (n + tl.where(col == size, 1.0, 0.0)).to(w.dtype.element_ty)
-    matrix = tl.load(w + tl.arange(0, width)[:, None] * width + col)  # [width, width]
-    y = tl.maximum(tl.dot(v, tl.trans(matrix), input_precision="ieee"), 0.0)
-    to_died = tl.load(out_w + col, mask=real, other=0.0)
-    to_scored = tl.load(out_w + size + col, mask=real, other=0.0)
-    logit_died = tl.sum(y * to_died, 1) + tl.load(out_b)
-    logit_scored = tl.sum(y * to_scored, 1) + tl.load(out_b + 1)
+    h = tl.load(states + at * size + col, mask=live & real, other=0.0)
+    logit_died, logit_scored, n, inverse, v, y = _valued(h, w, out_w, out_b, col, size, width, eps)
     weight = tl.load(mask + row, mask=row < cases, other=0).to(tl.float32) / (2 * tl.load(count))
     has_died = tl.load(died + row, mask=row < cases, other=0).to(tl.float32)
     has_scored = tl.load(scored + row, mask=row < cases, other=0).to(tl.float32)
@@ -191,11 +207,13 @@ def _valuation_kernel(
     d_scored = (tl.sigmoid(logit_scored) - has_scored) * weight
     tl.store(grad_logits + row * 2, d_died, mask=row < cases)
     tl.store(grad_logits + row * 2 + 1, d_scored, mask=row < cases)
-    dy = d_died[:, None] * to_died + d_scored[:, None] * to_scored
+    dy = d_died[:, None] * tl.load(out_w + col, mask=real, other=0.0)
+    dy += d_scored[:, None] * tl.load(out_w + size + col, mask=real, other=0.0)
     dy = tl.where(y > 0, dy, 0.0).to(w.dtype.element_ty)
     tl.store(inputs + row[:, None] * width + col, v, mask=live)
     tl.store(inner + row[:, None] * width + col, y.to(w.dtype.element_ty), mask=live)
     tl.store(grad_inner + row[:, None] * width + col, dy, mask=live)
+    matrix = tl.load(w + tl.arange(0, width)[:, None] * width + col)  # [width, width]
     dn = tl.dot(dy, matrix, input_precision="ieee")
     grad = _normalised_backward(dn, n, inverse, real, size)
     tl.store(grad_states + row[:, None] * size + col, grad, mask=live & real)
@@ -213,7 +231,8 @@ class Launch(NamedTuple):
 TRAIN_FORWARD = Launch(rows=16, chunk=64, warps=4, stages=3)
 TRAIN_BACKWARD = Launch(rows=16, chunk=128, warps=8, stages=3)  # 144 KiB of shared memory
 SMALL_BACKWARD = Launch(rows=16, chunk=64, warps=4, stages=3)  # for cards that have 99
-PLAN = Launch(rows=64, chunk=64, warps=4, stages=3)
+PLAN = Launch(rows=64, chunk=64, warps=4, stages=3)  # 128 KiB with monotone
+SMALL_PLAN = Launch(rows=64, chunk=64, warps=4, stages=2)
 VALUATION = Launch(rows=16, chunk=0, warps=4, stages=1)
 
 
@@ -340,17 +359,19 @@ def loss_and_gradients(
     return loss, grad_h0, of_prediction + of_valuation
 
 
-def last_states(h0: Tensor, controls: Tensor, weights: Sequence[Tensor], residual: bool, dtype: torch.dtype) -> Tensor:
-    """h0 [N, S] under k control sequences each [N, k, H, 3] -> the states after the last step [N * k, S]."""
+def last_logits(
+    h0: Tensor, controls: Tensor, weights: Weights, residual: bool, monotone: bool, dtype: torch.dtype
+) -> Tensor:
+    """h0 [N, S] under k control sequences each [N, k, H, 3] -> logits of P(died), P(scored) at the end [N, k, 2]."""
     n, k, horizon = controls.shape[:3]
-    w1, b1, w2, b2 = weights
-    size, width, hidden = shape = Shape.of(w1)
-    first = pack(w1, b1, hidden, width, dtype, carry=True)
-    second = pack(w2, b2, width, hidden, dtype)
-    out = h0.new_empty(n * k, size)
-    rows, chunk, warps, stages = PLAN
+    _, width, hidden = shape = Shape.of(weights.w1)
+    first = pack(weights.w1, weights.b1, hidden, width, dtype, carry=True)
+    second = pack(weights.w2, weights.b2, width, hidden, dtype)
+    matrix = pack(weights.inner_w, weights.inner_b, width, width, dtype)
+    logits = h0.new_empty(n, k, 2)
+    rows, chunk, warps, stages = PLAN if shared_memory(h0.device) >= 128 * 1024 or not monotone else SMALL_PLAN
     _last_kernel[(triton.cdiv(n * k, rows),)](
-        h0, controls, first, second, out, n * k, k,
-        horizon, *shape, min(chunk, hidden), rows, residual, EPS, num_warps=warps, num_stages=stages,
+        h0, controls, first, second, matrix, weights.out_w, weights.out_b, logits, n * k, k,
+        horizon, *shape, min(chunk, hidden), rows, residual, monotone, EPS, num_warps=warps, num_stages=stages,
     )  # fmt: skip
-    return out
+    return logits

@@ -175,3 +175,8 @@ def find(games: Sequence[str | Task]) -> tuple[Task, ...]:
     if len(set(names)) != len(names):
         raise UsageError(f"each game can be named only once: {', '.join(names)}.")
     return tuple(tasks)
+
+
+def known_games(names: Sequence[str]) -> tuple[str, ...]:
+    """Those of these that anyone can play: a task of one's own is known only where it was made."""
+    return tuple(name for name in names if name == TOY.name or name in atari_games())

@@ -146,18 +146,22 @@ class Model(nn.Module):
         return self.perception(frames)  # type: ignore[no-any-return]
 
     @torch.inference_mode()
-    def imagine(self, h: Tensor, controls: Tensor) -> Outlook:
-        """h [N, S], controls [N, k, H, 3] -> P after the last step [N, k]."""
+    def imagine(self, h: Tensor, controls: Tensor, monotone: bool = False) -> Outlook:
+        """h [N, S], controls [N, k, H, 3] -> P after the last step [N, k]; monotone: see PlanConfig."""
+        if monotone:
+            died, scored = self.imagine_steps(h, controls, monotone)
+            return Outlook(died[..., -1], scored[..., -1])
         n, k = controls.shape[:2]
         last = self.prediction.last(h.repeat_interleave(k, 0), controls.flatten(0, 1))  # [N * k, S]
         return outlook(self.valuation(last).view(n, k, OUTCOMES))
 
     @torch.inference_mode()
-    def imagine_steps(self, h: Tensor, controls: Tensor) -> Outlook:
+    def imagine_steps(self, h: Tensor, controls: Tensor, monotone: bool = False) -> Outlook:
         """As imagine, but P after every step [N, k, H]: what a person looks at."""
         n, k, horizon = controls.shape[:3]
         states = self.prediction(h.repeat_interleave(k, 0), controls.flatten(0, 1))  # [N * k, H, S]
-        return outlook(self.valuation(states).view(n, k, horizon, OUTCOMES))
+        died, scored = outlook(self.valuation(states).view(n, k, horizon, OUTCOMES))
+        return Outlook(died.cummax(-1).values if monotone else died, scored)
 
     def parameters_by_part(self) -> dict[str, int]:
         parts = {"perception": self.perception, "prediction": self.prediction, "valuation": self.valuation}

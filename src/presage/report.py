@@ -7,15 +7,19 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from presage import figures
+from presage import checkpoint, drawing, figures
 from presage.agent import read_config
+from presage.drawing import scene
 from presage.errors import UsageError
 from presage.figures import Rows
+from presage.games import known_games
+from presage.highlights import TITLES, highlights
+from presage.replay import Film
 from presage.run import Run, read_lines
 
 
-def write(folders: Sequence[Path], out: Path) -> Path:
-    """The page's path."""
+def write(folders: Sequence[Path], out: Path, looks: bool = True) -> Path:
+    """The page's path. looks: play a little with each run's newest network, to show what it thinks."""
     figures.plotting()
     runs = [Run(folder, read_config(folder)[0]) for folder in folders]
     for run in runs:
@@ -40,8 +44,29 @@ def write(folders: Sequence[Path], out: Path) -> Path:
             drawn.append(draw(table([run]), out / f"{draw.__name__}{name}"))
     (out / "summary.md").write_text("\n".join(summary(run, tables) for run in runs))
     page = out / "index.html"
-    page.write_text(render(runs, tables, [picture for picture in drawn if picture]))
+    seen = "".join(look(run, out) for run in runs if looks and checkpoint.finished(run.path))
+    page.write_text(render(runs, tables, [picture for picture in drawn if picture], seen))
     return page
+
+
+def look(run: Run, out: Path) -> str:
+    """A few moments of play with what the agent thought, as pictures and short films."""
+    shown = []
+    for one in highlights(run.agent(), known_games(run.config.games)):
+        path = out / f"{run.path.name}-{one.kind}.mp4"
+        film = Film(path)
+        for moment in one.clip:
+            film.add(moment)
+        film.close()
+        shown.append(
+            f"<figure><figcaption>{TITLES[one.kind]}.</figcaption>{scene(one.moment)}"
+            f'<video controls loop muted src="data:video/mp4;base64,{in_base64(path)}"></video></figure>'
+        )
+    return f"<h2>What {html.escape(run.path.name)} thinks</h2>{''.join(shown)}" if shown else ""
+
+
+def in_base64(path: Path) -> str:
+    return base64.b64encode(path.read_bytes()).decode()
 
 
 def learning(runs: Sequence[Run]) -> Rows:
@@ -187,11 +212,8 @@ def write_csv(path: Path, rows: Rows) -> None:
         writer.writerows(rows)
 
 
-def render(runs: Sequence[Run], tables: dict[str, Rows], pictures: Sequence[Path]) -> str:
-    images = "".join(
-        f'<img alt="{p.stem}" src="data:image/svg+xml;base64,{base64.b64encode(p.read_bytes()).decode()}">'
-        for p in pictures
-    )
+def render(runs: Sequence[Run], tables: dict[str, Rows], pictures: Sequence[Path], seen: str) -> str:
+    images = "".join(f'<img alt="{p.stem}" src="data:image/svg+xml;base64,{in_base64(p)}">' for p in pictures)
     sections = {"scores": "Scores", "heldout": "What it knows about cases it has never seen", "speed": "Speed"}
     body = "".join(f"<h2>{title}</h2>{table_html(tables[name])}" for name, title in sections.items() if tables[name])
     settings = "".join(
@@ -200,7 +222,13 @@ def render(runs: Sequence[Run], tables: dict[str, Rows], pictures: Sequence[Path
         for run in runs
     )
     return PAGE.format(
-        names=html.escape(", ".join(run.path.name for run in runs)), images=images, body=body, settings=settings
+        names=html.escape(", ".join(run.path.name for run in runs)),
+        light=drawing.style(drawing.LIGHT),
+        dark=drawing.style(drawing.DARK),
+        images=images,
+        seen=seen,
+        body=body,
+        settings=settings,
     )
 
 
@@ -231,9 +259,14 @@ table {{ border-collapse: collapse; font-variant-numeric: tabular-nums; font-siz
 th, td {{ text-align: right; padding: .25rem .7rem; border-bottom: 1px solid #8884; white-space: nowrap; }}
 th {{ font-weight: 600; }} td:first-child, th:first-child {{ text-align: left; }}
 pre {{ overflow-x: auto; font-size: .8rem; }}
+figure {{ margin: 1.5rem 0; }} figcaption {{ margin-bottom: .5rem; }}
+figure > svg, video {{ display: block; width: 100%; height: auto; border-radius: 6px; margin-bottom: .6rem; }}
+{light}
+@media (prefers-color-scheme: dark) {{ {dark} }}
 </style>
 <h1>presage: {names}</h1>
 {images}
+{seen}
 {body}
 <h2>Settings</h2>
 {settings}
