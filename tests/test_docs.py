@@ -90,7 +90,7 @@ def commands() -> list[str]:
     return [
         line.split("#")[0].strip()
         for line in "\n".join(blocks(README, "console")).splitlines()
-        if line[:8] == "presage "
+        if line[:8] == "presage " and line[:13] != "presage watch"  # which serves until it is stopped: test_viewer.py
     ]
 
 

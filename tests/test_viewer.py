@@ -1,7 +1,7 @@
 """The live page in a real browser: headless Chromium, driven through its own protocol.
 
-Without chromium and chromedriver these are skipped, unless REQUIRE_BROWSER is set, as it is in CI. With SCREENSHOTS set
-to a folder, pictures of the page are left there.
+Without chromium and chromedriver these are skipped, unless REQUIRE_BROWSER is set, as it is in CI. The pictures in
+docs/images: SCREENSHOTS=docs/images pytest tests/test_viewer.py -k fits
 """
 
 import contextlib
@@ -74,7 +74,9 @@ def until(true, seconds: float = 20, why=lambda: ""):
 
 @pytest.fixture(scope="module")
 def server(tiny_run, tmp_path_factory):
-    one = Server(tiny_run.path, tmp_path_factory.mktemp("watch"), "--game", "breakout")
+    example = ("results/agent", "--k", "50", "--monotone", "True") if "SCREENSHOTS" in os.environ else ()
+    run, *options = example or (tiny_run.path,)
+    one = Server(REPOSITORY / run, tmp_path_factory.mktemp("watch"), "--game", "breakout", *options)
     yield one
     assert one.process.poll() is None, one.log.read_text()  # nothing that the tests did has stopped it
     assert one.stop() in (0, 130)
@@ -215,6 +217,9 @@ def test_settings_act_at_once(page):
     assert "0.999" in reason
     page.write("P(died) under", "")
     until(lambda: "limit" not in page.part("died"))
+    curve = page.part("died")
+    page.browser.find_element(By.XPATH, "//div[@role='switch']").click()
+    until(lambda: page.part("died") != curve)
     assert page.step() == step
     page.write("sequences", 9999)  # out of bounds: not taken
     time.sleep(0.5)
@@ -234,6 +239,7 @@ def test_speed(page):
 
 @needs_browser
 def test_a_person_takes_over_and_hands_back(page):
+    until(lambda: page.step() > 35)  # an episode begins with up to 30 steps of doing nothing
     page.pause()
     page.press("Take over")
     until(lambda: "you play" in page.facts())
@@ -338,7 +344,7 @@ def test_it_fits_wide_and_narrow_windows_light_and_dark(page, width, height, sch
     page.browser.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": features})
     size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
     page.browser.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", size)
-    until(lambda: page.step() > 20)
+    until(lambda: page.step() > (160 if "SCREENSHOTS" in os.environ else 20), 60)
     assert page.browser.execute_script("return document.documentElement.scrollWidth") <= width
     colour = page.browser.execute_script("return getComputedStyle(document.body).backgroundColor")
     brightness = sum(map(int, re.findall(r"\d+", colour)[:3])) / 3
@@ -347,7 +353,7 @@ def test_it_fits_wide_and_narrow_windows_light_and_dark(page, width, height, sch
     assert ink != colour
     if "SCREENSHOTS" in os.environ:
         name = f"watch-{'wide' if width > 1000 else 'narrow'}-{scheme}.png"
-        page.browser.save_screenshot(str(Path(os.environ["SCREENSHOTS"]) / name))
+        page.browser.save_screenshot(str(REPOSITORY / os.environ["SCREENSHOTS"] / name))
     page.browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
 
 

@@ -163,6 +163,7 @@ def play(
     seconds: float = float("inf"),
     seed: int = 0,
     k: int | None = None,
+    monotone: bool | None = None,
     iteration: int | None = None,
 ) -> None:
     """Play one full episode and tell its score; with --video, film it and what the agent thinks.
@@ -176,12 +177,13 @@ def play(
         seconds: How long it is; to the end of the episode unless told.
         seed: Of the no-op start and the imagined sequences.
         k: Sequences imagined a step; what the next iteration would use unless told.
+        monotone: Take P(died) never to fall along a sequence (True), or not (False); as the run does unless told.
         iteration: Which iteration's network; the newest unless told.
     """
     from presage.agent import load
     from presage.replay import episode
 
-    agent = load(run, iteration).playing(k)
+    agent = load(run, iteration).playing(k, monotone=monotone)
     print(json_module.dumps(episode(agent, game, seed, video, plain, start, seconds)))
 
 
@@ -191,6 +193,7 @@ def watch(
     port: int = 8080,
     host: str = "127.0.0.1",
     k: int | None = None,
+    monotone: bool | None = None,
     recordings: Path = Path("recordings"),
 ) -> None:
     """Serve a page that shows the agent play and what it thinks, where one can change things and play oneself.
@@ -201,13 +204,14 @@ def watch(
         port: Of the page.
         host: Who may look: this machine alone unless told.
         k: Sequences imagined a step at first; what the next iteration would use unless told.
+        monotone: Take P(died) never to fall along a sequence, at first: True or False; as the run does unless told.
         recordings: The folder where recorded play is left.
     """
     try:
         from presage.viewer import serve
     except ImportError:
         raise UsageError("the page needs more packages: pip install 'presage[viewer]'.") from None
-    serve(run, game, host, port, k, recordings)
+    serve(run, game, host, port, k, monotone, recordings)
 
 
 def report(

@@ -117,10 +117,12 @@ def outlook(moment: Moment, outcome: str, width: float = 464, height: float = 15
     parts += [text(left - 6, level(p) + 3.5, name, "faint", "end") for p, name in TICKS]
     parts += [path("ruled", *lines(candidates[~plan.safe])), path("safe", *lines(candidates[plan.safe]))]
     if outcome == "died" and plan.threshold > 0:
-        parts.append(path("limit", f"M{left} {level(plan.threshold):.1f}H{right}"))
+        height_of_bound = level(plan.threshold)
+        parts.append(path("limit", f"M{left} {height_of_bound:.1f}H{right}"))
+        parts.append(text(right, height_of_bound - 4, "the bound", "faint", "end"))
     parts.append(path(outcome, *lines(chosen[None])))
     said = f"{NAMES[outcome]} in {len(steps)} steps: {percent(chosen[-1])}"
-    others = f"{len(candidates)} plans, grey: ruled out" + (", dashed: the bound" if outcome == "died" else "")
+    others = f"{len(candidates)} plans, grey: ruled out"
     parts += [text(left, 16, said, f"strong {outcome}-mark"), text(right, 16, others, "faint", "end")]
     parts += [text(steps[i], height - 6, str(i + 1), "faint", "middle") for i in range(4, len(steps), 5)]
     return svg(width, height, *parts, x=x, y=y, label=said)

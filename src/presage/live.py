@@ -55,6 +55,7 @@ class Live:
 
     def __init__(self, agent: Agent, game: str | Task, seed: int = 0):
         self.agent, self.k, self.threshold = agent, agent.k, None  # type: Agent, int, float | None
+        self.monotone = agent.config.plan.monotone
         self.held: Control | None = None  # what a person presses; None: the agent plays
         self.tape: list[Turn] | None = None  # steps being recorded
         (self.task,) = find([game])
@@ -76,11 +77,12 @@ class Live:
     def look(self) -> Moment:
         """What is to be seen now. Asked again it is the same, or as other settings and networks see it."""
         seed = whole_seed(self.seed, CHOOSER, self.moments)
-        plan = self.agent.plan(self.stack, self.task, self.k, self.threshold, seed, self.previous)
+        agent = self.agent.playing(self.k, self.threshold, monotone=self.monotone)
+        plan = agent.plan(self.stack, self.task, seed=seed, previous=self.previous)
         sequence, p_died, p_scored = plan.sequence, plan.p_died, plan.p_scored
         if self.held is not None:
             sequence = np.full_like(sequence, nearest_action(self.task.controls, self.held))
-            p_died, p_scored = self.agent.foresee(self.stack, self.task, sequence)
+            p_died, p_scored = agent.foresee(self.stack, self.task, sequence)
         return Moment(
             game=self.task.name,
             known=self.task.name in self.agent.specs,

@@ -16,7 +16,7 @@ from presage.tasks import Task
 
 FPS = 60 / SKIP  # the game's own speed
 MAX_STEPS = 27_000
-GIF_WIDTH, GIF_COLOURS = 640, 96
+GIF_WIDTH, GIF_COLOURS = 640, 128
 
 
 def episode(
@@ -74,7 +74,7 @@ class Film:
         if self.writer:
             self.writer.append_data(frame)
         else:
-            self.images.append(in_few_colours(frame))
+            self.images.append(in_few_colours(frame, self.images[0] if self.images else None))
 
     def close(self) -> None:
         if self.writer:
@@ -91,9 +91,10 @@ def stretched(picture: Array, width: int, height: int) -> Array:
     return np.asarray(picture[y[:, None], x])
 
 
-def in_few_colours(frame: Array) -> Any:
+def in_few_colours(frame: Array, like: Any) -> Any:
+    """A small image for a GIF; all have the first one's colours, so that what stands still costs nothing."""
     from PIL import Image
 
     size = (GIF_WIDTH, frame.shape[0] * GIF_WIDTH // frame.shape[1])
     small = Image.fromarray(frame).resize(size, Image.Resampling.LANCZOS)
-    return small.quantize(GIF_COLOURS, dither=Image.Dither.NONE)
+    return small.quantize(GIF_COLOURS, Image.Quantize.MAXCOVERAGE, palette=like, dither=Image.Dither.NONE)

@@ -41,8 +41,8 @@ PARTS: dict[str, Callable[[Moment], str]] = {
 class Networks:
     """Those of a run's finished iterations, or the one of an export. Each is loaded once, for all tabs."""
 
-    def __init__(self, path: Path):
-        self.path, self.newest = path, load(path)
+    def __init__(self, path: Path, monotone: bool | None):
+        self.newest = load(path).playing(monotone=monotone)
         exported = (path / "agent.json").exists()
         self.iterations = [self.newest.iteration] if exported else checkpoint.finished(path)
         self.at: Callable[[int], Agent] = cache(lambda iteration: load(path, iteration))
@@ -84,7 +84,7 @@ class Session:
         async with self.busy:
             old, agent = self.live, self.live.agent
             self.live = await asyncio.to_thread(lambda: Live(agent, game))
-            self.live.k, self.live.held = old.k, old.held
+            self.live.k, self.live.held, self.live.monotone = old.k, old.held, old.monotone
             old.close()
 
     async def change_network(self, iteration: int) -> None:
@@ -164,12 +164,16 @@ class Page:
             self.person = button("Take over", self.toggle_person)
             self.tape = button("Record", self.toggle_tape)
             choice("game", names, live.task.name, self.choose_game)
+            number("steps a second", SPEED, 1, 120, self.choose_speed)
+            number("seed", live.seed, 0, 2**31 - 1, self.choose_seed)
+        with ui.element().classes("panel"):
             iterations = {i: f"iteration {i}" for i in networks.iterations}
             choice("network", iterations, live.agent.iteration, self.choose_network)
             number("sequences", live.k, 1, 1000, self.choose_k)
             number("P(died) under", None, 0, 1, self.choose_threshold).props('placeholder="its own" stack-label')
-            number("steps a second", SPEED, 1, 120, self.choose_speed)
-            number("seed", live.seed, 0, 2**31 - 1, self.choose_seed)
+            ui.switch(
+                "P(died) never falls", value=live.monotone, on_change=lambda event: self.choose_monotone(event.value)
+            )
         ui.keyboard(self.key, repeating=False, ignore=["input", "textarea"])
 
     def show(self, moment: Moment) -> None:
@@ -233,6 +237,10 @@ class Page:
         self.session.live.threshold = threshold
         await self.refresh()
 
+    async def choose_monotone(self, monotone: bool) -> None:
+        self.session.live.monotone = bool(monotone)
+        await self.refresh()
+
     def choose_speed(self, speed: float | None) -> None:
         self.session.speed = speed or SPEED
 
@@ -244,9 +252,9 @@ class Page:
         self.session.press(event.key.name, bool(event.action.keydown))
 
 
-def serve(path: Path, game: str, host: str, port: int, k: int | None, recordings: Path) -> None:
+def serve(path: Path, game: str, host: str, port: int, k: int | None, monotone: bool | None, recordings: Path) -> None:
     """Show the page until interrupted."""
-    networks = Networks(path)
+    networks = Networks(path, monotone)
     first = game or next(iter(networks.newest.specs))
     find([first])
     check_port(host, port)
