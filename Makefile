@@ -38,7 +38,7 @@ test: $(BIN)/.ready browser
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
-	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --dist loadgroup --cov --cov-report=
+	OMP_NUM_THREADS=1 $(BIN)/pytest --numprocesses auto --maxprocesses 4 --cov --cov-report=
 	@$(BIN)/coverage report --format=total | sed 's/^/coverage: /; s/$$/ %/'
 
 clean:

@@ -50,8 +50,7 @@ def few_programs(monkeypatch):
 
 
 @pytest.fixture(autouse=True)
-def exact_products(monkeypatch):
-    monkeypatch.setenv("TRITON_F32_DEFAULT", "ieee")
+def exact_products():
     with torch.backends.cudnn.flags(enabled=True, allow_tf32=False):  # matrix products are exact unless told otherwise
         yield
 

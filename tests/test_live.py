@@ -127,24 +127,37 @@ def test_foresee_refuses_what_is_no_sequence(agent, frames):
 
 
 def test_recorded_play_is_a_shard_like_any_other(agent, tmp_path):
+    folder = tmp_path / "mine"
     with closing(Live(agent, "toy", 2)) as live:
-        with pytest.raises(UsageError, match="nothing was recorded"):
-            live.save_tape(tmp_path)
-        live.tape, live.held = [], (0, 1, 0)
+        live.record(folder)
+        assert live.stop_recording() is None  # nothing was played
+        assert not folder.exists()
+        live.record(folder)
+        live.held = (0, 1, 0)
         stacks = []
-        for _ in range(20):
+        for number in range(20):
+            if number in (8, 13):
+                live.start(number)  # a run of frames has just been handed on, or not
             stacks.append(live.stack)
             live.play(live.look())
-        path = live.save_tape(tmp_path / "mine")
-        assert live.tape is None
-        live.tape = []
+        path = live.stop_recording()
+        live.record(folder)
         live.play(live.look())
-        assert live.save_tape(tmp_path / "mine") != path  # nothing is overwritten
+        other = live.stop_recording()
+        path.rename(folder / "toy-007.safetensors")
+        live.record(folder)
+        assert live.tape.path == path  # the first free name
+        assert other.exists()
+    shard = read_shard(other)
+    assert shard["actions"].shape == (1, 1)
+    (folder / "toy-007.safetensors").rename(path)
     shard = read_shard(path)
     assert shard["actions"].shape == (1, 20)
+    assert np.flatnonzero(shard["ended"][0]).tolist() == [7, 12]  # what began anew does not follow from what was
     store = Store(find(["toy"]), Budget(20, "memory", {}), torch.device("cpu"))
     store.add(path, agent.iteration, 0, heldout=False)
-    assert np.array_equal(store.stacks(torch.tensor([7]))[0].numpy(), stacks[7])
+    for row in (7, 8, 9, 14, 19):
+        assert np.array_equal(store.stacks(torch.tensor([row]))[0].numpy(), stacks[row])
 
 
 def test_every_picture_is_whole_and_shows_what_it_should(agent):
@@ -199,8 +212,10 @@ def test_clear_cases_are_found():
     assert pick(glances(usual_died=(55, 0.9)), 10) == {}  # how that ended is not known
     assert pick(glances(p_scored=(20, 0.8), scored=(24, True)), 10) == {"planned": (0.8, 20)}
     assert pick(glances(p_scored=(20, 0.8), scored=(40, True)), 10) == {}  # not that point
+    assert pick(glances(p_scored=(20, 0.8), usual_scored=(20, 0.6), scored=(24, True)), 10) == {}  # most would have
+    assert pick(glances(usual_died=(20, 0.4)), 10) == {}  # most would have lived
     assert pick(glances(died=(30, True)), 10) == {"unforeseen": (1.0, 27)}
-    assert pick(glances(died=(30, True), p_died=(27, 0.95)), 10) == {}  # it was foreseen
+    assert pick(glances(died=(30, True), p_died=(27, 0.55)), 10) == {}  # it was foreseen
 
 
 def test_percentages_are_short():
@@ -232,8 +247,7 @@ def test_a_film_shows_the_screen_and_what_is_thought(agent, tmp_path: Path, plai
     assert plain or red[:, 330:].any()
 
 
-def test_the_example_agent_thinks_as_fast_as_the_game(tmp_path):
-    """Not a timing: that all it takes to show a moment works with the agent that comes along."""
+def test_the_example_agents_thoughts_can_be_shown():
     example = presage.load(Path(__file__).parents[1] / "results" / "agent")
     with closing(Live(example, "demon_attack")) as live:
         live.k = 50

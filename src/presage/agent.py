@@ -159,17 +159,23 @@ class Agent:
         """
         batch, single = checked_frames(frames)
         spec = self.spec(task)
-        planner = self.playing(k, threshold).planner([spec] * len(batch), seed, fast=False)  # as what is shown below
-        rows = planner.rows
+        planner = self.playing(k, threshold).planner([spec] * len(batch), seed, fast=False)
+        rows, every_step = planner.rows, []
+
+        def imagine(h: Tensor, controls: Tensor) -> Outlook:
+            """The plain network's answer, of which every step is kept to be shown."""
+            steps = self.model.imagine_steps(h, controls, self.config.plan.monotone)
+            every_step.append(steps)
+            return Outlook(steps.died[..., -1], steps.scored[..., -1])
+
+        planner.imagine = imagine
         fresh = torch.full((len(batch),), previous is None, device=self.device)
         if previous is not None:
             planner.carried = torch.from_numpy(np.atleast_2d(previous.sequence).copy()).to(self.device)
             if planner.carried.shape != (len(batch), planner.horizon):
                 raise UsageError("the previous plan is for another number of games.")
-        stacks = batch.to(self.device)
-        plan = planner.plan(stacks, fresh, rows)
-        controls = planner.tables[rows[:, None, None], plan.actions]  # [N, k, H, 3]
-        died, scored = self._imagine_steps(stacks, controls)  # [N, k, H] each
+        plan = planner.plan(batch.to(self.device), fresh, rows)
+        died, scored = every_step[0]  # [N, k, H] each
         index, safe = plan.choice
         limit = float(planner.thresholds[0])
         arrays = {
@@ -193,9 +199,6 @@ class Agent:
             **out,
         )
 
-    def _imagine_steps(self, stacks: Tensor, controls: Tensor) -> Outlook:
-        return self.model.imagine_steps(self.model.perceive(stacks), controls, self.config.plan.monotone)
-
     def foresee(self, frames: Any, task: str | Task, actions: Any) -> tuple[Array, Array]:
         """P(died) and P(scored) after each step, if these actions int [H] are played from uint8 frames [4, 84, 84]."""
         batch, single = checked_frames(frames)
@@ -208,7 +211,8 @@ class Agent:
         ):
             raise UsageError("one stack of frames, and one sequence of the task's actions by their numbers.")
         controls = table[torch.from_numpy(sequence)][None, None].to(self.device)  # [1, 1, H, 3]
-        died, scored = self._imagine_steps(batch.to(self.device), controls)
+        h = self.model.perceive(batch.to(self.device))
+        died, scored = self.model.imagine_steps(h, controls, self.config.plan.monotone)
         return died[0, 0].cpu().numpy(), scored[0, 0].cpu().numpy()
 
     def act(self, frames: Any, task: str | Task) -> Any:

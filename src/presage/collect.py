@@ -72,7 +72,7 @@ def straying(choose: Chooser, tasks: Sequence[Task], envs: int, share: float, le
     """
     counts = np.repeat([len(task.controls) for task in tasks], envs)
     random, left = np.random.default_rng(seed), np.zeros(len(counts), np.int64)
-    chance = share / (length * (1 - share))  # of beginning one: on average `length` steps in every length / share
+    chance = share / (length * (1 - share) + share)  # of beginning one, so that they are `share` of all steps
 
     def choose_or_stray(frames: Array, fresh: Array) -> Array:
         chosen = choose(frames, fresh)

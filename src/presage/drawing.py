@@ -145,7 +145,7 @@ def controls(moment: Moment, width: float = 448, height: float = 118, x: float =
     ]
     left, cell = 170.0, (width - 170 - 8) / 13
     cells = []
-    for i, action in enumerate(moment.sequence):
+    for i, action in enumerate(moment.sequence[:26]):
         row, column = divmod(i, 13)
         cells.append(key(moment.controls[int(action)], left + column * cell, 34 + row * 40, cell))
     who = "you hold" if moment.person else "it plans"
@@ -181,7 +181,7 @@ def history(moment: Moment, width: float = 464, height: float = 118, x: float = 
     for outcome in NAMES:
         at = [columns[i] for i, one in enumerate(past) if getattr(one, outcome)]
         for place in at:
-            start = max(place - horizon * step, left)
+            start = max(place - (horizon - 1) * step, left)
             parts.append(
                 f'<rect class="{outcome}-band" x="{start:.1f}" y="{top}" width="{place - start:.1f}" '
                 f'height="{bottom - top}"/><circle class="{outcome}-mark" cx="{place:.1f}" cy="{top}" r="4"/>'

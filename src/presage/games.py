@@ -178,5 +178,5 @@ def find(games: Sequence[str | Task]) -> tuple[Task, ...]:
 
 
 def known_games(names: Sequence[str]) -> tuple[str, ...]:
-    """Those of these that anyone can play: a task of one's own is known only where it was made."""
-    return tuple(name for name in names if name == TOY.name or name in atari_games())
+    """Those of these, each once, that anyone can play: a task of one's own is known only where it was made."""
+    return tuple(name for name in dict.fromkeys(names) if name == TOY.name or name in atari_games())

@@ -52,24 +52,25 @@ class Highlight(NamedTuple):
 
 
 def pick(glances: Sequence[Glance], horizon: int) -> dict[str, tuple[float, int]]:
-    """Of each kind the clearest case, (worth, step); none that is not clear at all."""
+    """Of each kind the clearest case, (worth, step), if there is one that is as its title says."""
     died, scored = (np.array([getattr(one, name) for one in glances], bool) for name in ("died", "scored"))
     found: dict[str, tuple[float, int]] = {}
 
-    def offer(kind: str, worth: float, step: int) -> None:
-        if worth > max(0.2, found.get(kind, (0.0, 0))[0]):
+    def offer(kind: str, fits: bool, worth: float, step: int) -> None:
+        if fits and worth > found.get(kind, (0.0, 0))[0]:
             found[kind] = (worth, step)
 
     for step, one in enumerate(glances[: max(0, len(glances) - horizon)]):
         ahead = slice(step, step + horizon)
         if not died[ahead].any():
-            offer("avoided", one.usual_died - one.p_died, step)
-            if scored[ahead].any():
-                offer("planned", one.p_scored - one.usual_scored, step)
+            offer("avoided", one.p_died < 0.5 < one.usual_died, one.usual_died - one.p_died, step)
+            planned = one.usual_scored < 0.5 < one.p_scored and bool(scored[ahead].any())
+            offer("planned", planned, one.p_scored - one.usual_scored, step)
     for step in np.flatnonzero(died).tolist():
         first = max(0, step - horizon // 2)  # when there was still time
         if step > first and not died[first:step].any():
-            offer("unforeseen", 1 - max(one.p_died for one in glances[first:step]), (first + step) // 2)
+            most = max(one.p_died for one in glances[first:step])
+            offer("unforeseen", most < 0.5, 1 - most, (first + step) // 2)
     return found
 
 

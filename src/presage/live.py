@@ -3,6 +3,7 @@
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import count
 from pathlib import Path
 from typing import NamedTuple
 
@@ -50,6 +51,41 @@ class Moment:
     past: tuple[Past, ...]  # of this episode, at most REMEMBERED
 
 
+class Tape:
+    """Steps being recorded, as a shard (docs/data.md)."""
+
+    def __init__(self, folder: Path, task: Task, iteration: int, seed: int):
+        numbered = ((number, folder / f"{task.name}-{number:03d}.safetensors") for number in count())
+        number, self.path = next((number, path) for number, path in numbered if not path.exists())
+        self.writer = ShardWriter(self.path, task, {"iteration": iteration, "shard": number, "seed": seed})
+        self.recent: list[Turn] = []
+
+    def add(self, turn: Turn) -> None:
+        self.recent.append(turn._replace(frames=turn.frames.copy()))
+        if len(self.recent) == RUN:
+            self._hand_on()
+
+    def cut(self) -> None:
+        """What comes next does not follow from what was."""
+        if self.recent:
+            self.recent[-1] = self.recent[-1]._replace(ended=np.ones(1, bool))
+        elif self.writer.parts:
+            self.writer.parts[-1].ended[:, -1] = True
+
+    def close(self) -> Path | None:
+        """The file, if anything was recorded."""
+        if self.recent:
+            self._hand_on()
+        if not self.writer.steps:
+            return None
+        self.writer.close()
+        return self.path
+
+    def _hand_on(self) -> None:
+        some, self.recent = self.recent, []
+        self.writer.add(of_task([[turn] for turn in some], 0, 1))
+
+
 class Live:
     """A game that waits for whoever looks at it. Everything follows from the seed and from what is pressed."""
 
@@ -57,7 +93,7 @@ class Live:
         self.agent, self.k, self.threshold = agent, agent.k, None  # type: Agent, int, float | None
         self.monotone = agent.config.plan.monotone
         self.held: Control | None = None  # what a person presses; None: the agent plays
-        self.tape: list[Turn] | None = None  # steps being recorded
+        self.tape: Tape | None = None
         (self.task,) = find([game])
         self.arena = Arena([self.task], 1, threads=1, coloured=True)
         self.start(seed)
@@ -66,6 +102,8 @@ class Live:
         """A new episode."""
         if seed < 0:
             raise UsageError(f"the seed must not be negative, not {seed}.")
+        if self.tape is not None:
+            self.tape.cut()
         self.seed, self.moments = seed, 0
         self._begin(self.arena.reset((seed, ARENA)))
 
@@ -80,8 +118,9 @@ class Live:
         agent = self.agent.playing(self.k, self.threshold, monotone=self.monotone)
         plan = agent.plan(self.stack, self.task, seed=seed, previous=self.previous)
         sequence, p_died, p_scored = plan.sequence, plan.p_died, plan.p_scored
-        if self.held is not None:
-            sequence = np.full_like(sequence, nearest_action(self.task.controls, self.held))
+        held = self.held
+        if held is not None:
+            sequence = np.full_like(sequence, nearest_action(self.task.controls, held))
             p_died, p_scored = agent.foresee(self.stack, self.task, sequence)
         return Moment(
             game=self.task.name,
@@ -90,7 +129,7 @@ class Live:
             picture=self.arena.picture(),
             controls=self.task.controls,
             plan=plan,
-            person=self.held is not None,
+            person=held is not None,
             action=int(self.arena.overruled(sequence[:1])[0]),
             sequence=sequence,
             p_died=p_died,
@@ -108,7 +147,7 @@ class Live:
         frames, *outcome = self.arena.recv()
         turn = Turn(seen, played, *outcome)
         if self.tape is not None:
-            self.tape.append(turn)
+            self.tape.add(turn)
         self.moments += 1
         if turn.ended[0]:
             self._begin(frames)
@@ -120,18 +159,13 @@ class Live:
         self.previous = replace(moment.plan, sequence=moment.sequence)
         return turn
 
-    def save_tape(self, folder: Path) -> Path:
-        """Leave what was recorded as a shard (docs/data.md); recording stops."""
-        turns, self.tape = self.tape, None
-        if not turns:
-            raise UsageError("nothing was recorded yet.")
-        number = sum(1 for _ in folder.glob(f"{self.task.name}-*.safetensors")) if folder.is_dir() else 0
-        path = folder / f"{self.task.name}-{number:03d}.safetensors"
-        writer = ShardWriter(path, self.task, {"iteration": self.agent.iteration, "shard": number, "seed": self.seed})
-        for first in range(0, len(turns), RUN):
-            writer.add(of_task([[turn] for turn in turns[first : first + RUN]], 0, 1))
-        writer.close()
-        return path
+    def record(self, folder: Path) -> None:
+        self.tape = Tape(folder, self.task, self.agent.iteration, self.seed)
+
+    def stop_recording(self) -> Path | None:
+        """The file, if there is anything in it."""
+        tape, self.tape = self.tape, None
+        return None if tape is None else tape.close()
 
     def close(self) -> None:
         self.arena.close()

@@ -1,6 +1,6 @@
 """One full episode, to look at: its score, and a film of it."""
 
-from contextlib import closing
+from contextlib import ExitStack, closing
 from pathlib import Path
 from typing import Any
 
@@ -29,22 +29,22 @@ def episode(
     seconds: float = float("inf"),
 ) -> dict[str, Any]:
     """Play it to its end; its score, steps and deaths. A film may begin late and end early, in seconds of play."""
-    film = Film(video, plain) if video else None
-    score, steps, deaths = 0.0, 0, 0
-    with closing(Live(agent, game or next(iter(agent.specs)), seed)) as live:
+    score, steps, deaths, ended = 0.0, 0, 0, False
+    with ExitStack() as stack:
+        film = stack.enter_context(closing(Film(video, plain))) if video else None
+        live = stack.enter_context(closing(Live(agent, game or next(iter(agent.specs)), seed)))
         name = live.task.name
-        with Bar(f"play {name}", MAX_STEPS, "steps") as bar:
-            ended = False
-            while not ended:
-                moment = live.look()
-                if film and start <= steps / FPS < start + seconds:
-                    film.add(moment)
-                turn = live.play(moment)
-                score, steps, deaths = score + float(turn.rewards[0]), steps + 1, deaths + int(turn.died[0])
-                ended = bool(turn.ended[0])
-                bar.advance(1, f"score {score:g}")
-    if film:
-        film.close()
+        bar = stack.enter_context(Bar(f"play {name}", MAX_STEPS, "steps"))
+        while not ended:
+            moment = live.look()
+            if film and start <= steps / FPS < start + seconds:
+                film.add(moment)
+            turn = live.play(moment)
+            score, steps, deaths = score + float(turn.rewards[0]), steps + 1, deaths + int(turn.died[0])
+            ended = bool(turn.ended[0])
+            bar.advance(1, f"score {score:g}")
+    if steps <= start * FPS:
+        raise UsageError(f"the episode ended after {steps / FPS:.1f} s, before the film's start.")
     return {"game": name, "score": score, "steps": steps, "deaths": deaths, "iteration": agent.iteration, "seed": seed}
 
 

@@ -7,7 +7,7 @@ drawing.py's.
 import asyncio
 import socket
 import time
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -19,12 +19,13 @@ from presage import checkpoint, drawing
 from presage.agent import Agent, load
 from presage.arena import SKIP
 from presage.errors import UsageError
-from presage.games import atari_games, find
+from presage.games import atari_games, find, known_games
 from presage.live import Live, Moment
 from presage.progress import say
 from presage.tasks import Control
 
 SPEED = 60 // SKIP  # the game's own, in steps a second
+MOST_SEQUENCES = 1000
 MOST_GAMES = 8  # open at a time; each has an emulator and its share of the processor
 KEYS: dict[str, Control] = {
     "ArrowLeft": (0, -1, 0), "ArrowRight": (0, 1, 0), "ArrowUp": (0, 0, 1), "ArrowDown": (0, 0, -1), " ": (1, 0, 0),
@@ -41,83 +42,96 @@ PARTS: dict[str, Callable[[Moment], str]] = {
 class Networks:
     """Those of a run's finished iterations, or the one of an export. Each is loaded once, for all tabs."""
 
-    def __init__(self, path: Path, monotone: bool | None):
-        self.newest = load(path).playing(monotone=monotone)
+    def __init__(self, path: Path, k: int | None, monotone: bool | None):
+        self.newest = load(path).playing(k, monotone=monotone)
+        if self.newest.k > MOST_SEQUENCES:
+            raise UsageError(f"the page shows at most {MOST_SEQUENCES} sequences, not {self.newest.k}.")
         exported = (path / "agent.json").exists()
         self.iterations = [self.newest.iteration] if exported else checkpoint.finished(path)
         self.at: Callable[[int], Agent] = cache(lambda iteration: load(path, iteration))
 
 
 class Session:
-    """One tab's game. What takes long happens in a thread, one thing at a time."""
+    """One tab's game. Whatever plays, plans, loads or writes does so in a thread, one thing at a time."""
 
-    def __init__(self, networks: Networks, game: str, k: int | None, recordings: Path):
+    def __init__(self, networks: Networks, game: str, recordings: Path):
         self.networks, self.recordings = networks, recordings
         self.live = Live(networks.newest, game)
-        self.live.k = k or self.live.k
-        self.paused, self.speed, self.pressed = False, float(SPEED), set[str]()
-        self.busy = asyncio.Lock()
+        self.paused, self.speed = False, float(SPEED)
+        self.person = False  # plays, not the agent
+        self.pressed, self.tapped = set[str](), set[str]()  # keys that are down, that were since the last step
+        self.busy, self.closed = asyncio.Lock(), False
         self.shown: Moment | None = None  # the moment that is on the screen
         self.taken = time.monotonic()  # when it was
         self.rate = 0.0  # steps a second, as measured
-        self.closed = False
 
-    async def look(self) -> Moment:
-        """The present moment, anew: after something was changed."""
+    async def after(self, change: Callable[[], object] = lambda: None) -> Moment | None:
+        """The present moment, once something was done; nothing when the tab is gone."""
         async with self.busy:
-            self.shown = await asyncio.to_thread(self.live.look)
+            if self.closed:
+                return None
+            self.shown = await asyncio.to_thread(self._after, change)
         return self.shown
 
-    async def step(self) -> Moment:
-        async with self.busy:
-            self.shown = await asyncio.to_thread(self._step)
-        now = time.monotonic()
-        self.rate, self.taken = 0.9 * self.rate + 0.1 / max(now - self.taken, 1e-3), now
-        return self.shown
-
-    def _step(self) -> Moment:
-        self.live.play(self.shown or self.live.look())
+    def _after(self, change: Callable[[], object]) -> Moment:
+        change()
+        self.live.held = self.control() if self.person else None
         return self.live.look()
 
-    async def change_game(self, game: str) -> None:
-        find([game])  # refuse it before the old one is gone
-        async with self.busy:
-            old, agent = self.live, self.live.agent
-            self.live = await asyncio.to_thread(lambda: Live(agent, game))
-            self.live.k, self.live.held, self.live.monotone = old.k, old.held, old.monotone
-            old.close()
+    async def step(self) -> Moment | None:
+        now = time.monotonic()
+        self.rate, self.taken = 0.9 * self.rate + 0.1 / max(now - self.taken, 1e-3), now
+        return await self.after(self._play)
 
-    async def change_network(self, iteration: int) -> None:
-        agent = await asyncio.to_thread(self.networks.at, iteration)
-        async with self.busy:
-            self.live.agent = agent
-
-    async def restart(self, seed: int) -> None:
-        async with self.busy:
-            await asyncio.to_thread(self.live.start, seed)
-
-    def take_over(self, person: bool) -> None:
-        self.pressed.clear()
-        self.live.held = (0, 0, 0) if person else None
+    def _play(self) -> None:
+        """What is shown; but a person's keys as they are now."""
+        if self.person or self.shown is None:
+            self.shown = self._after(lambda: None)
+        self.live.play(self.shown)
+        self.tapped.clear()
 
     def press(self, key: str, down: bool) -> None:
-        """A person's key, while they play."""
-        if key in KEYS and self.live.held is not None:
-            (self.pressed.add if down else self.pressed.discard)(key)
-            shoot, across, up = (sum(KEYS[key][i] for key in self.pressed) for i in range(3))
-            self.live.held = (shoot, across, up)
+        if key in KEYS and down:
+            self.pressed.add(key)
+            self.tapped.add(key)
+        else:
+            self.pressed.discard(key)
 
-    def record(self, on: bool) -> Path | None:
-        """Begin; or end, and the file that was left."""
-        if on:
-            self.live.tape = []
-            return None
-        return self.live.save_tape(self.recordings)
+    def control(self) -> Control:
+        """What a person presses; a key that was let go again before the step counts, too."""
+        shoot, across, up = (sum(KEYS[key][i] for key in self.pressed | self.tapped) for i in range(3))
+        return (shoot, across, up)
 
-    async def close(self) -> None:
-        self.closed = True
-        async with self.busy:
+    def take_over(self, person: bool) -> None:
+        self.person = person
+        self.pressed.clear()
+        self.tapped.clear()
+
+    def change_game(self, game: str) -> None:
+        old, self.live, self.shown = self.live, Live(self.live.agent, game, self.live.seed), None
+        self.live.k, self.live.threshold, self.live.monotone = old.k, old.threshold, old.monotone
+        try:
+            old.stop_recording()
+        finally:
+            old.close()
+
+    def change_network(self, iteration: int) -> None:
+        self.live.agent = self.networks.at(iteration)
+
+    def restart(self, seed: int) -> None:
+        self.live.start(seed)
+        self.shown = None
+
+    def close(self) -> None:
+        try:
+            self.live.stop_recording()
+        finally:
             self.live.close()
+
+    async def leave(self) -> None:
+        async with self.busy:
+            self.closed = True
+            await asyncio.to_thread(self.close)
 
 
 def button(name: str, act: Callable[[], Any]) -> ui.button:
@@ -136,7 +150,7 @@ def number(name: str, value: float | None, least: float, most: float, act: Calla
         fits = event.value is None or least <= event.value <= most
         return act(event.value) if fits else None
 
-    return ui.number(name, value=value, min=least, max=most, on_change=changed).props("dense outlined")
+    return ui.number(name, value=value, min=least, max=most, on_change=changed).props("dense outlined debounce=400")
 
 
 class Page:
@@ -145,9 +159,7 @@ class Page:
     def __init__(self, session: Session):
         self.session = session
         live, networks = session.live, session.networks
-        known = list(networks.newest.specs)
-        names = {name: name.replace("_", " ") for name in [*known, *(g for g in atari_games() if g not in known)]}
-        names.setdefault(live.task.name, live.task.name)
+        names = {name: name.replace("_", " ") for name in known_games([*networks.newest.specs, *atari_games()])}
         ui.dark_mode(None)  # as the reader's system is
         ui.colors(primary=drawing.LIGHT["scored"])
         ui.add_css(STYLE)
@@ -169,7 +181,7 @@ class Page:
         with ui.element().classes("panel"):
             iterations = {i: f"iteration {i}" for i in networks.iterations}
             choice("network", iterations, live.agent.iteration, self.choose_network)
-            number("sequences", live.k, 1, 1000, self.choose_k)
+            number("sequences", live.k, 1, MOST_SEQUENCES, self.choose_k)
             number("P(died) under", None, 0, 1, self.choose_threshold).props('placeholder="its own" stack-label')
             ui.switch(
                 "P(died) never falls", value=live.monotone, on_change=lambda event: self.choose_monotone(event.value)
@@ -185,15 +197,22 @@ class Page:
 
     async def run(self) -> None:
         """Play on until the tab is closed."""
-        self.show(await self.session.look())
+        await self.do(self.session.after())
         while not self.session.closed:
             began = time.monotonic()
             if not self.session.paused:
-                self.show(await self.session.step())
+                try:
+                    await self.do(self.session.step())
+                except Exception as error:  # whatever it is: a game must not stop without a word
+                    self.toggle_pause()
+                    with self.facts:
+                        ui.notify(f"it stopped: {error}", type="negative")
             await asyncio.sleep(max(0.005, 1 / self.session.speed - (time.monotonic() - began)))
 
-    async def refresh(self) -> None:
-        self.show(await self.session.look())
+    async def do(self, what: Awaitable[Moment | None]) -> None:
+        moment = await what
+        if moment is not None:
+            self.show(moment)
 
     def toggle_pause(self) -> None:
         self.session.paused = not self.session.paused
@@ -202,51 +221,54 @@ class Page:
     async def step(self) -> None:
         if not self.session.paused:
             self.toggle_pause()
-        self.show(await self.session.step())
+        await self.do(self.session.step())
 
     async def toggle_person(self) -> None:
-        person = self.session.live.held is None
-        self.session.take_over(person)
+        person = not self.session.person
         self.person.set_text("Hand back" if person else "Take over")
         ui.run_javascript(f"window.presagePlays = {str(person).lower()}; document.activeElement.blur()")
         if person:
             ui.notify("Arrow keys and space are yours.")
-        await self.refresh()
+        await self.do(self.session.after(lambda: self.session.take_over(person)))
 
-    def toggle_tape(self) -> None:
-        on = self.session.live.tape is None
-        file = self.session.record(on)
-        self.tape.set_text("Stop recording" if on else "Record")
-        if file:
-            ui.notify(f"recorded in {file}")
+    async def toggle_tape(self) -> None:
+        session, files = self.session, list[Path | None]()
+
+        def toggle() -> None:
+            if session.live.tape is None:
+                session.live.record(session.recordings)
+            else:
+                files.append(session.live.stop_recording())
+
+        await self.do(session.after(toggle))
+        self.tape.set_text("Record" if session.live.tape is None else "Stop recording")
+        for file in files:
+            ui.notify(f"recorded in {file}" if file else "nothing was played, so nothing was recorded")
 
     async def choose_game(self, name: str) -> None:
-        await self.session.change_game(name)
+        await self.do(self.session.after(lambda: self.session.change_game(name)))
         self.tape.set_text("Record")
-        await self.refresh()
 
     async def choose_network(self, iteration: int) -> None:
-        await self.session.change_network(iteration)
-        await self.refresh()
+        await self.do(self.session.after(lambda: self.session.change_network(iteration)))
 
     async def choose_k(self, k: float | None) -> None:
-        self.session.live.k = int(k or self.session.live.agent.k)
-        await self.refresh()
+        await self.set("k", int(k or self.session.networks.newest.k))
 
     async def choose_threshold(self, threshold: float | None) -> None:
-        self.session.live.threshold = threshold
-        await self.refresh()
+        await self.set("threshold", threshold)
 
     async def choose_monotone(self, monotone: bool) -> None:
-        self.session.live.monotone = bool(monotone)
-        await self.refresh()
+        await self.set("monotone", bool(monotone))
+
+    async def set(self, name: str, value: Any) -> None:
+        await self.do(self.session.after(lambda: setattr(self.session.live, name, value)))
+
+    async def choose_seed(self, seed: float | None) -> None:
+        await self.do(self.session.after(lambda: self.session.restart(int(seed or 0))))
 
     def choose_speed(self, speed: float | None) -> None:
         self.session.speed = speed or SPEED
-
-    async def choose_seed(self, seed: float | None) -> None:
-        await self.session.restart(int(seed or 0))
-        await self.refresh()
 
     def key(self, event: KeyEventArguments) -> None:
         self.session.press(event.key.name, bool(event.action.keydown))
@@ -254,29 +276,35 @@ class Page:
 
 def serve(path: Path, game: str, host: str, port: int, k: int | None, monotone: bool | None, recordings: Path) -> None:
     """Show the page until interrupted."""
-    networks = Networks(path, monotone)
-    first = game or next(iter(networks.newest.specs))
+    networks = Networks(path, k, monotone)
+    first = game or known_games([*networks.newest.specs, *atari_games()])[0]
     find([first])
     check_port(host, port)
-    sessions: set[Session] = set()
+    tabs: dict[str, Session | None] = {}  # by client; None: about to begin
 
     @ui.page("/", title="presage")
     async def page() -> None:
-        if len(sessions) >= MOST_GAMES:
+        client = ui.context.client
+        await client.connected()  # whatever only fetches the page gets no game
+        if len(tabs) >= MOST_GAMES:
             ui.label(f"{MOST_GAMES} games are open already: close a tab first.")
             return
-        session = Session(networks, first, k, recordings)
-        sessions.add(session)
-        say(f"a tab was opened: {len(sessions)} open")
+        tabs[client.id] = None
 
         async def leave() -> None:
-            sessions.discard(session)
-            await session.close()
-            say(f"a tab was closed: {len(sessions)} open")
+            session = tabs.pop(client.id)
+            if session:
+                await session.leave()
+            say(f"a tab was closed: {len(tabs)} open")
 
-        shown = Page(session)
-        ui.context.client.on_delete(leave)
-        background_tasks.create(shown.run())
+        client.on_delete(leave)
+        session = await asyncio.to_thread(Session, networks, first, recordings)
+        if client.id not in tabs:  # gone already
+            session.close()
+            return
+        tabs[client.id] = session
+        say(f"a tab was opened: {len(tabs)} open")
+        background_tasks.create(Page(session).run())
 
     app.on_startup(lambda: say(f"http://{host}:{port} shows {path}; Ctrl+C stops it."))
     if host != "127.0.0.1":
