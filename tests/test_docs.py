@@ -17,7 +17,7 @@ README = (REPOSITORY / "README.md").read_text()
 ORDER = (
     "errors", "config", "tasks", "toy", "games", "arena", "events", "files", "store", "batches", "model",
     "graphs", "fused_prediction", "fused_layers", "fused_perception", "fused_adam", "fused", "planner",
-    "checkpoint", "agent", "progress", "collect", "training", "knowledge", "evaluation", "run", "live",
+    "checkpoint", "agent", "progress", "collect", "training", "knowledge", "probe", "evaluation", "run", "live",
     "drawing", "replay", "highlights", "viewer", "figures", "report", "bench", "cli",
 )  # fmt: skip
 

@@ -4,13 +4,18 @@ import json
 import math
 import shutil
 
+import gymnasium as gym
+import numpy as np
 import pytest
 import torch
 
 import presage
 from conftest import cli
 from presage.errors import UsageError
+from presage.events import Outlook
 from presage.knowledge import Foretold, by_step, calibration, examine, scores
+from presage.probe import KINDS, probe
+from presage.tasks import Task
 
 
 def test_heldout_figures_by_hand():
@@ -84,3 +89,51 @@ def test_without_its_data_a_run_has_nothing_held_out(tiny_run, tmp_path):
     run = shutil.copytree(tiny_run.path, tmp_path / "run", ignore=shutil.ignore_patterns("data"))
     with pytest.raises(UsageError, match="no held-out cases"):
         examine(presage.load(run), run)
+
+
+def test_probes_tell_what_comes_of_sequences(tiny_run):
+    agent = tiny_run.agent()
+    result = probe(agent, ["toy"], number=20, seed=2)
+    assert probe(agent, ["toy"], number=20, seed=2) == result
+    for kind in KINDS:
+        known = result["toy"][kind]
+        assert 16 <= known["cases"] <= 32  # two rounds of sixteen games, less those that an episode's start upset
+        assert sum(one["cases"] for one in known["calibration"]["died"]) <= 32 * 25
+        assert known["died"]["positives"] > 0
+    assert result["toy"]["random"] != result["toy"]["chosen"]
+
+
+class Trap(gym.Env):
+    """Left kills, right scores, whatever happened before."""
+
+    observation_space = gym.spaces.Box(0, 255, (84, 84), np.uint8)
+    action_space = gym.spaces.Discrete(3)
+
+    def reset(self, *, seed=None, options=None):
+        super().reset(seed=seed)
+        self.steps = 0
+        return np.zeros((84, 84), np.uint8), {}
+
+    def step(self, action):
+        self.steps += 1
+        return np.zeros((84, 84), np.uint8), float(action == 2), self.steps == 150, False, {"trap": action == 1}
+
+
+def test_who_knows_what_each_control_does_is_found_to_be_right(tiny_run, monkeypatch):
+    """What was said is compared with what came of the very sequence of which it was said."""
+    task = Task("trap", Trap, ((0, 0, 0), (0, -1, 0), (0, 1, 0)), died=lambda step: bool(step.info["trap"]))
+    agent = tiny_run.agent()
+
+    def oracle(h, controls, monotone):
+        died = (controls[..., 1] == -1).cumsum(-1) > 0
+        scored = ((controls[..., 1] == 1).cumsum(-1) > 0) & ~died
+        return Outlook(died.float(), scored.float())
+
+    monkeypatch.setattr(agent.model, "imagine_steps", oracle)
+    result = probe(agent, [task], number=64)["trap"]
+    for kind in KINDS:
+        assert result[kind]["cross_entropy"] < 1e-9
+        assert result[kind]["cases"] > 30
+    assert result["random"]["died"]["f1"] == result["random"]["scored"]["f1"] == 1
+    monkeypatch.setattr(agent.model, "imagine_steps", lambda *given: Outlook(*(1 - p for p in oracle(*given))))
+    assert probe(agent, [task], number=16)["trap"]["random"]["cross_entropy"] > 5

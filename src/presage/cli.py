@@ -89,9 +89,10 @@ def evaluate(
     max_frames: int = 108_000,
     random: bool = False,
     heldout: bool = False,
+    probe: int | None = None,
     json: bool = False,
 ) -> None:
-    """Score a run's agent, or an exported one, on full episodes; with --heldout, on what it foresees.
+    """Score a run's agent, or an exported one, on full episodes; with --heldout or --probe, on what it foresees.
 
     Args:
         run: The run's folder, or an exported agent's.
@@ -107,6 +108,8 @@ def evaluate(
         max_frames: Where an episode is cut, in emulator frames: 30 minutes of play unless told.
         random: Play at random instead, in the same way: the score to beat.
         heldout: Do not play: tell how well it foresees what happens in cases that the run has held out.
+        probe: Do not count points: play out so many random sequences a game, and as many chosen ones, from states
+            of planned play, and tell how well it foresaw what came of them.
         json: Print one JSON object on standard output and nothing else there.
     """
     from presage.agent import load
@@ -119,6 +122,9 @@ def evaluate(
         _tell_knowledge(run, iteration, games, json)
         return
     agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone)
+    if probe is not None:
+        _tell_probes(run, agent, games, probe, seed, json)
+        return
     result = score(agent, games or None, episodes, None, seed, random, sticky, max_frames)
     if (run / "config.json").exists():
         add_line(run / "evaluations.jsonl", result)
@@ -131,6 +137,27 @@ def evaluate(
         low, high = map(_number, game["ci95"])
         known = [_number(game["random"]), _number(game["human"]), _number(game["human_normalized"])]
         table.add_row(name, _number(game["mean"]), f"{low} … {high}", str(game["episodes"]), *known)
+    Console().print(table)
+
+
+def _tell_probes(run: Path, agent: Any, games: Sequence[str], number: int, seed: int, json: bool) -> None:
+    from presage.probe import KINDS, probe
+    from presage.run import add_line
+
+    result = probe(agent, games or None, number, seed)
+    if (run / "config.json").exists():
+        add_line(run / "probes.jsonl", result)
+    if json:
+        print(json_module.dumps(result))
+        return
+    title = f"iteration {result['iteration']}, k = {result['k']}: sequences played out from states of planned play"
+    table = Table("game", "sequences", "n", "loss", "the best constant's", "F1 died", "F1 scored", title=title)
+    for game in games or agent.specs:
+        for kind in KINDS:
+            known = result[game][kind]
+            losses = f"{known['cross_entropy']:.4f}", f"{known['baseline_cross_entropy']:.4f}"
+            foreseen = (f"{known[outcome]['f1']:.2f}" for outcome in ("died", "scored"))
+            table.add_row(game, kind, str(known["cases"]), *losses, *foreseen)
     Console().print(table)
 
 
