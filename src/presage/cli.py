@@ -154,10 +154,7 @@ def _tell_probes(run: Path, agent: Any, games: Sequence[str], number: int, seed:
     table = Table("game", "sequences", "n", "loss", "the best constant's", "F1 died", "F1 scored", title=title)
     for game in games or agent.specs:
         for kind in KINDS:
-            known = result[game][kind]
-            losses = f"{known['cross_entropy']:.4f}", f"{known['baseline_cross_entropy']:.4f}"
-            foreseen = (f"{known[outcome]['f1']:.2f}" for outcome in ("died", "scored"))
-            table.add_row(game, kind, str(known["cases"]), *losses, *foreseen)
+            table.add_row(game, kind, *_foreseen(result[game][kind]))
     Console().print(table)
 
 
@@ -175,10 +172,14 @@ def _tell_knowledge(run: Path, iteration: int | None, games: Sequence[str], json
     table = Table("game", "of", "cases", "loss", "the best constant's", "F1 died", "F1 scored", title=title)
     for name in ("random", "planned"):
         for game, known in result.get(name, {}).items():
-            losses = f"{known['cross_entropy']:.4f}", f"{known['baseline_cross_entropy']:.4f}"
-            foreseen = (f"{known[outcome]['f1']:.2f}" for outcome in ("died", "scored"))
-            table.add_row(game, f"{name} play", str(known["cases"]), *losses, *foreseen)
+            table.add_row(game, f"{name} play", *_foreseen(known))
     Console().print(table)
+
+
+def _foreseen(known: dict[str, Any]) -> list[str]:
+    """Cells of a table: number of cases, loss, the constant's, F1 of deaths and of points."""
+    losses = [f"{known[name]:.4f}" for name in ("cross_entropy", "baseline_cross_entropy")]
+    return [str(known["cases"]), *losses, *(f"{known[outcome]['f1']:.2f}" for outcome in ("died", "scored"))]
 
 
 def play(
