@@ -114,7 +114,6 @@ def evaluate(
     """
     from presage.agent import load
     from presage.evaluation import evaluate as score
-    from presage.run import add_line
 
     if heldout:
         if random or no_carry or any(value is not None for value in (k, threshold, monotone)):
@@ -126,10 +125,7 @@ def evaluate(
         _tell_probes(run, agent, games, probe, seed, json)
         return
     result = score(agent, games or None, episodes, None, seed, random, sticky, max_frames)
-    if (run / "config.json").exists():
-        add_line(run / "evaluations.jsonl", result)
-    if json:
-        print(json_module.dumps(result))
+    if _noted(run / "evaluations.jsonl", result, json):
         return
     player = "random play" if random else f"iteration {result['iteration']}, k = {result['k']}"
     table = Table("game", "mean", "95 % interval", "n", "random", "human", "norm.", title=player)
@@ -142,44 +138,43 @@ def evaluate(
 
 def _tell_probes(run: Path, agent: Any, games: Sequence[str], number: int, seed: int, json: bool) -> None:
     from presage.probe import KINDS, probe
-    from presage.run import add_line
 
     result = probe(agent, games or None, number, seed)
-    if (run / "config.json").exists():
-        add_line(run / "probes.jsonl", result)
-    if json:
-        print(json_module.dumps(result))
-        return
     title = f"iteration {result['iteration']}, k = {result['k']}: sequences played out from states of planned play"
-    table = Table("game", "sequences", "n", "loss", "the best constant's", "F1 died", "F1 scored", title=title)
-    for game in games or agent.specs:
-        for kind in KINDS:
-            table.add_row(game, kind, *_foreseen(result[game][kind]))
-    Console().print(table)
+    rows = [(game, f"{kind} sequences", result[game][kind]) for game in games or agent.specs for kind in KINDS]
+    if not _noted(run / "probes.jsonl", result, json):
+        _print_foreseen(title, rows)
 
 
 def _tell_knowledge(run: Path, iteration: int | None, games: Sequence[str], json: bool) -> None:
     from presage.agent import load
     from presage.knowledge import examine
-    from presage.run import add_line
 
     result = examine(load(run, iteration), run, games or None)
-    add_line(run / "knowledge.jsonl", result)
+    plays = {name: result.get(name, {}) for name in ("random", "planned")}
+    rows = [(game, f"{name} play", known) for name, found in plays.items() for game, known in found.items()]
+    if not _noted(run / "knowledge.jsonl", result, json):
+        _print_foreseen(f"iteration {result['iteration']} on held-out cases", rows)
+
+
+def _noted(file: Path, result: dict[str, Any], json: bool) -> bool:
+    """Add a result to its run's file, if it is of a run and not of an export; print it, if it was asked for as JSON."""
+    from presage.run import add_line
+
+    if (file.parent / "config.json").exists():
+        add_line(file, result)
     if json:
         print(json_module.dumps(result))
-        return
-    title = f"iteration {result['iteration']} on held-out cases"
-    table = Table("game", "of", "cases", "loss", "the best constant's", "F1 died", "F1 scored", title=title)
-    for name in ("random", "planned"):
-        for game, known in result.get(name, {}).items():
-            table.add_row(game, f"{name} play", *_foreseen(known))
+    return json
+
+
+def _print_foreseen(title: str, rows: Sequence[tuple[str, str, dict[str, Any]]]) -> None:
+    table = Table("game", "of", "n", "loss", "the best constant's", "F1 died", "F1 scored", title=title)
+    for game, what, known in rows:
+        losses = (f"{known[name]:.4f}" for name in ("cross_entropy", "baseline_cross_entropy"))
+        foreseen = (f"{known[outcome]['f1']:.2f}" for outcome in ("died", "scored"))
+        table.add_row(game, what, str(known["cases"]), *losses, *foreseen)
     Console().print(table)
-
-
-def _foreseen(known: dict[str, Any]) -> list[str]:
-    """Cells of a table: number of cases, loss, the constant's, F1 of deaths and of points."""
-    losses = [f"{known[name]:.4f}" for name in ("cross_entropy", "baseline_cross_entropy")]
-    return [str(known["cases"]), *losses, *(f"{known[outcome]['f1']:.2f}" for outcome in ("died", "scored"))]
 
 
 def play(

@@ -24,11 +24,11 @@ GAME = (16, 56, 448, 336)  # left, top, width and height of the screen in it
 NAMES = {"died": "P(died)", "scored": "P(scored)"}
 
 LIGHT = {
-    "paper": "#fbfaf8", "card": "#ffffff", "ink": "#22262b", "faint": "#8b8f96", "line": "#dfe1e4",
+    "paper": "#fbfaf8", "ink": "#22262b", "faint": "#8b8f96", "line": "#dfe1e4",
     "died": "#c8443a", "scored": "#2468a8", "safe": "#6f9fc4", "ruled": "#c9c3bd", "pad": "#eceae6",
 }  # fmt: skip
 DARK = {
-    "paper": "#14161a", "card": "#1c1f25", "ink": "#e8e6e3", "faint": "#8d939c", "line": "#343941",
+    "paper": "#14161a", "ink": "#e8e6e3", "faint": "#8d939c", "line": "#343941",
     "died": "#f0695d", "scored": "#6db3f2", "safe": "#4f7ea6", "ruled": "#4a4744", "pad": "#2a2e35",
 }  # fmt: skip
 
@@ -42,7 +42,7 @@ def style(colours: dict[str, str]) -> str:
             f"svg text.faint {{ fill: {c['faint']}; font-size: 10px; }}",
             "svg text.title { font-size: 20px; font-weight: bold; }",
             "svg text.strong { font-weight: bold; }",
-            f".paper {{ fill: {c['paper']}; }} .card {{ fill: {c['card']}; }} .pad {{ fill: {c['pad']}; }}",
+            f".paper {{ fill: {c['paper']}; }} .pad {{ fill: {c['pad']}; }}",
             f".lit {{ fill: {c['scored']}; }} .arrow {{ fill: {c['ink']}; }}",
             f".line {{ stroke: {c['line']}; fill: none; }}",
             f".ruled {{ stroke: {c['ruled']}; fill: none; stroke-width: 0.7; }}",
@@ -148,8 +148,8 @@ def controls(moment: Moment, width: float = 448, height: float = 118, x: float =
     for i, action in enumerate(moment.sequence[:26]):
         row, column = divmod(i, 13)
         cells.append(key(moment.controls[int(action)], left + column * cell, 34 + row * 40, cell))
-    who = "you hold" if moment.person else "it plans"
-    return svg(width, height, *stick, text(left, 20, f"what {who} to press", "faint"), *cells, x=x, y=y)
+    what = "what you hold down" if moment.person else "what it plans to press"
+    return svg(width, height, *stick, text(left, 20, what, "faint"), *cells, x=x, y=y)
 
 
 def key(control: Control, x: float, y: float, size: float) -> str:

@@ -43,7 +43,7 @@ def episode(
             score, steps, deaths = score + float(turn.rewards[0]), steps + 1, deaths + int(turn.died[0])
             ended = bool(turn.ended[0])
             bar.advance(1, f"score {score:g}")
-    if steps <= start * FPS:
+    if film and steps <= start * FPS:
         raise UsageError(f"the episode ended after {steps / FPS:.1f} s, before the film's start.")
     return {"game": name, "score": score, "steps": steps, "deaths": deaths, "iteration": agent.iteration, "seed": seed}
 

@@ -8,28 +8,20 @@ import asyncio
 import socket
 import time
 from collections.abc import Awaitable, Callable
-from functools import cache
 from pathlib import Path
 from typing import Any
 
 from nicegui import app, background_tasks, ui
 from nicegui.events import KeyEventArguments
 
-from presage import checkpoint, drawing
-from presage.agent import Agent, load
-from presage.arena import SKIP
+from presage import drawing
 from presage.errors import UsageError
 from presage.games import atari_games, find, known_games
-from presage.live import Live, Moment
+from presage.live import Moment
 from presage.progress import say
-from presage.tasks import Control
+from presage.session import MOST_SEQUENCES, SPEED, Networks, Session
 
-SPEED = 60 // SKIP  # the game's own, in steps a second
-MOST_SEQUENCES = 1000
 MOST_GAMES = 8  # open at a time; each has an emulator and its share of the processor
-KEYS: dict[str, Control] = {
-    "ArrowLeft": (0, -1, 0), "ArrowRight": (0, 1, 0), "ArrowUp": (0, 0, 1), "ArrowDown": (0, 0, -1), " ": (1, 0, 0),
-}  # fmt: skip
 PARTS: dict[str, Callable[[Moment], str]] = {
     "game": drawing.game,
     "died": lambda moment: drawing.outlook(moment, "died"),
@@ -37,101 +29,6 @@ PARTS: dict[str, Callable[[Moment], str]] = {
     "controls": drawing.controls,
     "history": drawing.history,
 }
-
-
-class Networks:
-    """Those of a run's finished iterations, or the one of an export. Each is loaded once, for all tabs."""
-
-    def __init__(self, path: Path, k: int | None, monotone: bool | None):
-        self.newest = load(path).playing(k, monotone=monotone)
-        if self.newest.k > MOST_SEQUENCES:
-            raise UsageError(f"the page shows at most {MOST_SEQUENCES} sequences, not {self.newest.k}.")
-        exported = (path / "agent.json").exists()
-        self.iterations = [self.newest.iteration] if exported else checkpoint.finished(path)
-        self.at: Callable[[int], Agent] = cache(lambda iteration: load(path, iteration))
-
-
-class Session:
-    """One tab's game. Whatever plays, plans, loads or writes does so in a thread, one thing at a time."""
-
-    def __init__(self, networks: Networks, game: str, recordings: Path):
-        self.networks, self.recordings = networks, recordings
-        self.live = Live(networks.newest, game)
-        self.paused, self.speed = False, float(SPEED)
-        self.person = False  # plays, not the agent
-        self.pressed, self.tapped = set[str](), set[str]()  # keys that are down, that were since the last step
-        self.busy, self.closed = asyncio.Lock(), False
-        self.shown: Moment | None = None  # the moment that is on the screen
-        self.taken = time.monotonic()  # when it was
-        self.rate = 0.0  # steps a second, as measured
-
-    async def after(self, change: Callable[[], object] = lambda: None) -> Moment | None:
-        """The present moment, once something was done; nothing when the tab is gone."""
-        async with self.busy:
-            if self.closed:
-                return None
-            self.shown = await asyncio.to_thread(self._after, change)
-        return self.shown
-
-    def _after(self, change: Callable[[], object]) -> Moment:
-        change()
-        self.live.held = self.control() if self.person else None
-        return self.live.look()
-
-    async def step(self) -> Moment | None:
-        now = time.monotonic()
-        self.rate, self.taken = 0.9 * self.rate + 0.1 / max(now - self.taken, 1e-3), now
-        return await self.after(self._play)
-
-    def _play(self) -> None:
-        """What is shown; but a person's keys as they are now."""
-        if self.person or self.shown is None:
-            self.shown = self._after(lambda: None)
-        self.live.play(self.shown)
-        self.tapped.clear()
-
-    def press(self, key: str, down: bool) -> None:
-        if key in KEYS and down:
-            self.pressed.add(key)
-            self.tapped.add(key)
-        else:
-            self.pressed.discard(key)
-
-    def control(self) -> Control:
-        """What a person presses; a key that was let go again before the step counts, too."""
-        shoot, across, up = (sum(KEYS[key][i] for key in self.pressed | self.tapped) for i in range(3))
-        return (shoot, across, up)
-
-    def take_over(self, person: bool) -> None:
-        self.person = person
-        self.pressed.clear()
-        self.tapped.clear()
-
-    def change_game(self, game: str) -> None:
-        old, self.live, self.shown = self.live, Live(self.live.agent, game, self.live.seed), None
-        self.live.k, self.live.threshold, self.live.monotone = old.k, old.threshold, old.monotone
-        try:
-            old.stop_recording()
-        finally:
-            old.close()
-
-    def change_network(self, iteration: int) -> None:
-        self.live.agent = self.networks.at(iteration)
-
-    def restart(self, seed: int) -> None:
-        self.live.start(seed)
-        self.shown = None
-
-    def close(self) -> None:
-        try:
-            self.live.stop_recording()
-        finally:
-            self.live.close()
-
-    async def leave(self) -> None:
-        async with self.busy:
-            self.closed = True
-            await asyncio.to_thread(self.close)
 
 
 def button(name: str, act: Callable[[], Any]) -> ui.button:
