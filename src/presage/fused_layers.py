@@ -21,7 +21,10 @@ from presage.tasks import STACK
 
 BLOCK = 4  # the first layer's stride: it is computed on blocks of 4×4 pixels, see `blocks`
 PROGRAMS = 264  # two for each multiprocessor of a large GPU: what a kernel is cut into if cases are few
-ROWS = 16, 128  # cases a program, at least and at most
+ROWS = 16, 64  # cases a program, at least and at most
+# Of a convolution. With four, Triton 3.6 takes Hopper's asynchronous products and lets a loop overwrite registers that
+# one of them still reads: right while nothing else runs on the GPU, garbage now and then beside planning.
+WARPS = 2
 
 
 @triton.jit
@@ -282,7 +285,7 @@ def convolve(
     _convolution_kernel[grid](
         x, sums if before is None else before.sums, old.weight, old.bias, old.running_mean, old.running_var, kernel,
         seen, z, sums, cases_of(z), side, z.shape[2], channels, z_channels, size, stride, padding, before is not None,
-        old.momentum, old.eps, rows,
+        old.momentum, old.eps, rows, num_warps=WARPS,
     )  # fmt: skip
     return Layer(norm, kernel, stride, padding, seen, z, sums, grad_sums)
 
@@ -332,7 +335,7 @@ def convolve_backward(layer: Layer, grad: Tensor, grad_z: Tensor, before: Layer,
         grad_z if strided else grad, layer.z, layer.sums, layer.grad_sums, layer.norm.weight, layer.kernel, grad_z,
         grad if around is None else around, layer.x, before.z, before.sums, grad_x, before.grad_sums, cases,
         layer.x.shape[2], layer.z.shape[2], channels, z_channels, size, layer.stride, layer.padding, not strided,
-        around is not None, layer.norm.eps, rows,
+        around is not None, layer.norm.eps, rows, num_warps=WARPS,
     )  # fmt: skip
     return grad_x
 
