@@ -95,12 +95,11 @@ def test_the_same_network_can_play_otherwise(tiny_run):
     agent = tiny_run.agent()
     other = agent.playing(k=3, threshold=0.4, carry=False, monotone=True)
     result = presage.evaluate(other, games=["toy"], episodes=1)
-    how = ("k", "thresholds", "carry", "monotone", "own_plans")
-    assert [result[name] for name in how] == [3, {"toy": 0.4}, False, True, False]
+    how = ("k", "thresholds", "carry", "monotone")
+    assert [result[name] for name in how] == [3, {"toy": 0.4}, False, True]
     usual = presage.evaluate(agent, games=["toy"], episodes=1, k=5)
-    assert [usual[name] for name in how] == [5, {"toy": 0.0}, True, False, False]
+    assert [usual[name] for name in how] == [5, {"toy": 0.0}, True, False]
     assert agent.k == 4
-    assert presage.evaluate(agent, games=["toy"], episodes=1)["own_plans"]
 
 
 def test_a_monotone_agent_shows_and_plays_by_the_same_numbers(tiny_run, frames):

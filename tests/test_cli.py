@@ -13,6 +13,7 @@ from presage.errors import UsageError
 from presage.knowledge import examine
 from presage.report import write
 from presage.run import Run, add_line
+from presage.tables import scores
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -77,7 +78,8 @@ def test_evaluate_json_is_one_object_and_is_also_written_down(tiny_run):
     assert toy["ci95"][0] <= toy["mean"] <= toy["ci95"][1]
     assert tiny_run.evaluations()[before:] == [result]
     again = cli("evaluate", tiny_run.path, "--games", "toy", "--episodes", 3, "--k", 5, "--iteration", 1, "--json")
-    assert json.loads(again.stdout) == result  # the same seed, the same episodes
+    assert json.loads(again.stdout)["games"] == result["games"]  # the same seed, the same episodes
+    assert set(result["made"]) == {"presage", "commit", "torch", "device"}
 
 
 def test_evaluate_prints_a_table(tiny_run):
@@ -151,13 +153,32 @@ def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tm
     knowledge = (tmp_path / "report" / "knowledge.csv").read_text().splitlines()
     assert len(knowledge) == 1 + 2 * 2 * 2  # networks × iterations played × games
     evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
-    assert [line["own_plans"] for line in evaluations] == [True, False, True, False]
     assert f"{evaluations[2]['games']['toy']['mean']:.2f} (" in (tmp_path / "report" / "summary.md").read_text()
+
+
+def test_evaluations_with_several_seeds_count_as_one_and_a_repeated_one_once(tiny_run, tmp_path):
+    folder = tmp_path / "run"
+    shutil.copytree(tiny_run.path, folder, ignore=shutil.ignore_patterns("evaluations.jsonl"))
+    agent = tiny_run.agent()
+    parts = [presage.evaluate(agent, games=["toy"], episodes=2, seed=seed) for seed in (0, 3, 0)]
+    for part in (*parts, presage.evaluate(agent, games=["toy"], episodes=1, random=True)):
+        add_line(folder / "evaluations.jsonl", part)
+    planned, random = scores([Run(folder, tiny_run.config)])
+    every = [score for part in parts[:2] for score in part["games"]["toy"]["scores"]]
+    assert (planned["seeds"], planned["episodes"], planned["mean"]) == ("0 3", 4, sum(every) / 4)
+    assert planned["ci95_low"] <= planned["mean"] <= planned["ci95_high"]
+    assert planned["own"]
+    assert (random["policy"], random["plans"]) == ("random", "")
 
 
 def test_a_report_of_two_runs_tells_them_apart(tiny_run, tmp_path):
     runs = [evaluated(tiny_run, tmp_path / name) for name in ("one", "two")]
     write(runs, tmp_path / "report", looks=False)
+    compared = (tmp_path / "report" / "comparison.md").read_text()
+    for run in runs:
+        for how in ("iteration 1 | k 4", "iteration 1 | k 4, threshold 0.5", "iteration 2 | k 4"):
+            assert f"| {run.name} | {how} |" in compared
+        assert f"- {run.name}: `presage train --preset " in compared
     names = {p.stem for p in (tmp_path / "report").glob("*.png")}
     assert names == {"curves", "scores", *(f"{name}-{run.name}" for name in FIGURES[2:] for run in runs)}
     rows = (tmp_path / "report" / "calibration.csv").read_text().splitlines()[1:]

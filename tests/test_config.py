@@ -81,7 +81,7 @@ def test_fields_of_any_group_can_be_replaced_by_name():
 def test_differences_leave_out_what_belongs_to_the_machine():
     ours = with_fields(preset("debug"), seed=5, updates=7, threads=1, memory_gib=1)
     found = differences(ours, preset("debug"))
-    assert found == ["updates (7 here, 10 in the run)", "seed (5 here, 0 in the run)"]
+    assert found == {"updates": (7, 10), "seed": (5, 0)}
 
 
 def test_every_setting_is_read_somewhere():

@@ -70,7 +70,6 @@ class Agent:
         self.config, self.iteration, self.device = config, iteration, device
         self.plays = iteration + 1  # the iteration whose k and thresholds it plays by
         self.bound: float | None = None  # on P(died) in all games, instead of those thresholds
-        self.own_plans = True  # it plans as its run would
         self.fast = config.machine.fused and fused.fits(model, device)
         self.generator = torch.Generator(device).manual_seed(config.seed)
 
@@ -95,8 +94,6 @@ class Agent:
         other = copy(self)
         other.config = check(replace(self.config, plan=plan))
         other.bound = self.bound if threshold is None else threshold
-        same = (other.k, plan.carry, plan.monotone) == (self.k, old.carry, old.monotone)
-        other.own_plans = self.own_plans and same and threshold is None
         return other
 
     @property

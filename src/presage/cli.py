@@ -125,7 +125,7 @@ def evaluate(
         _tell_probes(run, agent, games, probe, seed, json)
         return
     result = score(agent, games or None, episodes, None, seed, random, sticky, max_frames)
-    if _noted(run / "evaluations.jsonl", result, json):
+    if _noted(run / "evaluations.jsonl", result, agent, json):
         return
     player = "random play" if random else f"iteration {result['iteration']}, k = {result['k']}"
     table = Table("game", "mean", "95 % interval", "n", "random", "human", "norm.", title=player)
@@ -142,7 +142,7 @@ def _tell_probes(run: Path, agent: Any, games: Sequence[str], number: int, seed:
     result = probe(agent, games or None, number, seed)
     title = f"iteration {result['iteration']}, k = {result['k']}: sequences played out from states of planned play"
     rows = [(game, f"{kind} sequences", result[game][kind]) for game in games or agent.specs for kind in KINDS]
-    if not _noted(run / "probes.jsonl", result, json):
+    if not _noted(run / "probes.jsonl", result, agent, json):
         _print_foreseen(title, rows)
 
 
@@ -150,17 +150,20 @@ def _tell_knowledge(run: Path, iteration: int | None, games: Sequence[str], json
     from presage.agent import load
     from presage.knowledge import examine
 
-    result = examine(load(run, iteration), run, games or None)
+    agent = load(run, iteration)
+    result = examine(agent, run, games or None)
     plays = {name: result.get(name, {}) for name in ("random", "planned")}
     rows = [(game, f"{name} play", known) for name, found in plays.items() for game, known in found.items()]
-    if not _noted(run / "knowledge.jsonl", result, json):
+    if not _noted(run / "knowledge.jsonl", result, agent, json):
         _print_foreseen(f"iteration {result['iteration']} on held-out cases", rows)
 
 
-def _noted(file: Path, result: dict[str, Any], json: bool) -> bool:
-    """Add a result to its run's file, if it is of a run and not of an export; print it, if it was asked for as JSON."""
-    from presage.run import add_line
+def _noted(file: Path, result: dict[str, Any], agent: Any, json: bool) -> bool:
+    """Add a result, and what it was made with, to its run's file if it is of a run and not of an export; print it if it
+    was asked for as JSON."""
+    from presage.run import add_line, provenance
 
+    result = result | {"made": provenance(agent.device)}
     if (file.parent / "config.json").exists():
         add_line(file, result)
     if json:

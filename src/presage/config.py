@@ -288,16 +288,16 @@ def check_schedule(name: str, schedule: Schedule, least: float) -> None:
         raise UsageError(f"{name} takes {kind}, not {', '.join(map(str, values))}.")
 
 
-def differences(ours: Config, theirs: Config) -> list[str]:
-    """Names and values that differ, apart from what belongs to the machine."""
+def differences(ours: Config, theirs: Config) -> dict[str, tuple[Any, Any]]:
+    """Both values of each field that differs, apart from what belongs to the machine."""
     a, b = to_json(ours), to_json(theirs)
-    found = []
+    found: dict[str, tuple[Any, Any]] = {}
     for group in (*GROUPS, None):
         if group == "machine":
             continue
         mine, other = (a[group], b[group]) if group else (a, b)
         skip = set(GROUPS) | {"preset"} if group is None else set()
-        found += [f"{n} ({mine[n]} here, {other[n]} in the run)" for n in mine if n not in skip and mine[n] != other[n]]
+        found |= {name: (mine[name], other[name]) for name in mine if name not in skip and mine[name] != other[name]}
     return found
 
 

@@ -1,5 +1,6 @@
 """The score that counts: full episodes from no-op starts, never only those that ended in time, with an interval."""
 
+import time
 from collections.abc import Sequence
 from contextlib import closing
 from typing import Any
@@ -35,7 +36,7 @@ def evaluate(
     if not 0 <= sticky <= 1:
         raise UsageError(f"sticky is a chance between 0 and 1, not {sticky}.")
     tasks = find(list(agent.specs) if games is None else games)
-    agent = agent.playing(k=k)
+    agent, began = agent.playing(k=k), time.monotonic()
     results = {task.name: _game(agent, task, episodes, seed, random, sticky, max_frames) for task in tasks}
     return {
         "iteration": agent.iteration,
@@ -43,11 +44,11 @@ def evaluate(
         "thresholds": {task.name: agent.threshold(agent.spec(task)) for task in tasks},
         "carry": agent.config.plan.carry,
         "monotone": agent.config.plan.monotone,
-        "own_plans": agent.own_plans and sticky == agent.config.data.sticky,
         "policy": "random" if random else "planned",
         "seed": seed,
         "sticky": sticky,
         "max_frames": max_frames,
+        "seconds": time.monotonic() - began,
         "games": results,
     }
 

@@ -7,11 +7,11 @@ from typing import Any
 
 from presage.errors import UsageError
 from presage.run import Run
+from presage.tables import Rows, group
 
 COLOURS = ("#2f6f9f", "#c8553d", "#588157", "#8d6a9f", "#b08900", "#4a4e69")
 GREY = "#8a8a8a"
 STYLES = ("-", "--", ":", "-.")
-Rows = list[dict[str, Any]]
 
 
 def plotting() -> Any:
@@ -80,13 +80,6 @@ def by_game(rows: Rows, stem: Path, draw: Callable[[Any, Rows], None], label: st
     return save(figure, stem)
 
 
-def group(rows: Rows, *names: str) -> dict[tuple[Any, ...], Rows]:
-    groups: dict[tuple[Any, ...], Rows] = {}
-    for row in rows:
-        groups.setdefault(tuple(row[name] for name in names), []).append(row)
-    return groups
-
-
 def scores(rows: Rows, stem: Path) -> Path | None:
     """Evaluations with their 95 % intervals: over iterations, beside random and human scores as published, where
     several of a run's were evaluated; else a point for each."""
@@ -101,7 +94,7 @@ def _scores_over_iterations(axis: Any, rows: Rows) -> None:
         if rows[0][name] is not None:
             axis.axhline(rows[0][name], color=GREY, ls=style, lw=1)
             axis.annotate(name, (0.01, rows[0][name]), (0, 2), ("axes fraction", "data"), "offset points", color=GREY)
-    planned = [row for row in rows if row["policy"] == "planned" and row["own_plans"]]
+    planned = [row for row in rows if row["policy"] == "planned" and row["own"]]
     for (run,), colour in zip(groups := group(planned, "run"), cycle(COLOURS)):
         latest = {row["iteration"]: row for row in groups[run,]}
         mine = [latest[iteration] for iteration in sorted(latest)]
@@ -119,7 +112,7 @@ def _scores_side_by_side(axis: Any, rows: Rows) -> None:
         colour = GREY if row["policy"] == "random" else COLOURS[0]
         spread = [[row["mean"] - row["ci95_low"]], [row["ci95_high"] - row["mean"]]]
         axis.errorbar([i], [row["mean"]], spread, fmt="o", color=colour, capsize=4)
-    labels = ["random" if row["policy"] == "random" else f"it. {row['iteration']}, k {row['k']}" for row in rows]
+    labels = ["random" if row["policy"] == "random" else f"it. {row['iteration']}, {row['plans']}" for row in rows]
     if len({row["run"] for row in rows}) > 1:
         labels = [f"{row['run']}: {label}" for row, label in zip(rows, labels, strict=True)]
     axis.set_xticks(range(len(rows)), labels, rotation=30, ha="right")

@@ -3,19 +3,18 @@
 import base64
 import csv
 import html
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
-from presage import checkpoint, drawing, figures
+from presage import checkpoint, drawing, figures, tables
 from presage.agent import read_config
 from presage.drawing import scene
 from presage.errors import UsageError
-from presage.figures import Rows
 from presage.games import known_games
 from presage.highlights import TITLES, highlights
 from presage.replay import Film
-from presage.run import Run, read_lines
+from presage.run import Run
+from presage.tables import Rows, cell
 
 
 def write(folders: Sequence[Path], out: Path, looks: bool = True) -> Path:
@@ -28,24 +27,24 @@ def write(folders: Sequence[Path], out: Path, looks: bool = True) -> Path:
     if len({run.path.name for run in runs}) < len(runs):
         raise UsageError("two of these runs have the same name: rename a folder, so that a report can tell them apart.")
     out.mkdir(parents=True, exist_ok=True)
-    made = (learning, heldout, scores, speed, knowledge, steps, calibration)
-    tables = {table.__name__: table(runs) for table in made}
-    for name, rows in tables.items():
+    made = {make.__name__: make(runs) for make in tables.ALL}
+    for name, rows in made.items():
         if rows:
             write_csv(out / f"{name}.csv", rows)
-    drawn = [figures.curves(runs, out / "curves"), figures.scores(tables["scores"], out / "scores")]
+    drawn = [figures.curves(runs, out / "curves"), figures.scores(made["scores"], out / "scores")]
     for run in runs:
         name = "" if len(runs) == 1 else f"-{run.path.name}"
         for draw, table in (
-            (figures.forgetting, knowledge),
-            (figures.calibration, calibration),
-            (figures.steps, steps),
+            (figures.forgetting, tables.knowledge),
+            (figures.calibration, tables.calibration),
+            (figures.steps, tables.steps),
         ):
             drawn.append(draw(table([run]), out / f"{draw.__name__}{name}"))
-    (out / "summary.md").write_text("\n".join(summary(run, tables) for run in runs))
+    (out / "summary.md").write_text("\n".join(tables.summary(run, made) for run in runs))
+    (out / "comparison.md").write_text(tables.comparison(runs, made))
     page = out / "index.html"
     seen = "".join(look(run, out) for run in runs if looks and checkpoint.finished(run.path))
-    page.write_text(render(runs, tables, [picture for picture in drawn if picture], seen))
+    page.write_text(render(runs, made, [picture for picture in drawn if picture], seen))
     return page
 
 
@@ -69,142 +68,6 @@ def in_base64(path: Path) -> str:
     return base64.b64encode(path.read_bytes()).decode()
 
 
-def learning(runs: Sequence[Run]) -> Rows:
-    keep = ("iteration", "update", "loss", "lr", "updates_per_s", "wait_fraction")
-    return [{"run": run.path.name, **{key: line[key] for key in keep}} for run in runs for line in run.metrics("train")]
-
-
-def heldout(runs: Sequence[Run]) -> Rows:
-    rows = []
-    for run in runs:
-        for line in run.metrics("heldout"):
-            for game, values in line["games"].items():
-                rows.append({"run": run.path.name, "iteration": line["iteration"], "game": game} | flat(values))
-    return rows
-
-
-def scores(runs: Sequence[Run]) -> Rows:
-    rows = []
-    for run in runs:
-        for line in run.evaluations():
-            for game, values in line["games"].items():
-                row = {"run": run.path.name, "game": game, "policy": line["policy"], "iteration": line["iteration"]}
-                row |= {"own_plans": line.get("own_plans", True)}  # else made to compare, no result of the run
-                row |= {name: line[name] for name in ("k", "seed", "max_frames")} | {"mean": values["mean"]}
-                row |= {"ci95_low": values["ci95"][0], "ci95_high": values["ci95"][1], "episodes": values["episodes"]}
-                rows.append(row | {name: values[name] for name in ("random", "human", "human_normalized")})
-    return rows
-
-
-def knowledge(runs: Sequence[Run]) -> Rows:
-    """Every network on the held-out cases of every iteration's play."""
-    rows = []
-    for run in runs:
-        for line in known(run):
-            for played, games in line["played"].items():
-                for game, values in games.items():
-                    row = {"run": run.path.name, "iteration": line["iteration"], "played": int(played), "game": game}
-                    rows.append(row | flat(values))
-    return rows
-
-
-def steps(runs: Sequence[Run]) -> Rows:
-    """The newest network that was examined, by step ahead."""
-    return [
-        row | {"step": step} | values
-        for row, detail in details(runs)
-        for step, values in enumerate(detail["steps"][row["outcome"]], 1)
-    ]
-
-
-def calibration(runs: Sequence[Run]) -> Rows:
-    """The newest network that was examined, by what it said."""
-    return [row | values for row, detail in details(runs) for values in detail["calibration"][row["outcome"]]]
-
-
-def known(run: Run) -> list[dict[str, Any]]:
-    """What `presage evaluate --heldout` found: of each iteration's network and game the last."""
-    networks: dict[int, dict[str, Any]] = {}
-    for line in read_lines(run.path / "knowledge.jsonl"):
-        network = networks.setdefault(line["iteration"], {"iteration": line["iteration"], "played": {}})
-        for played, games in line["played"].items():
-            network["played"].setdefault(played, {}).update(games)
-        for play in ("random", "planned"):
-            network.setdefault(play, {}).update(line.get(play, {}))
-    return [networks[iteration] for iteration in sorted(networks)]
-
-
-def details(runs: Sequence[Run]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
-    for run in runs:
-        for line in known(run)[-1:]:
-            for play in ("random", "planned"):
-                for game, detail in line.get(play, {}).items():
-                    for outcome in ("died", "scored"):
-                        row = {"run": run.path.name, "iteration": line["iteration"], "play": play, "game": game}
-                        yield row | {"outcome": outcome}, detail
-
-
-def flat(values: dict[str, Any]) -> dict[str, Any]:
-    row = {name: values[name] for name in ("cases", "cross_entropy", "baseline_cross_entropy")}
-    return row | {f"{what}_{name}": values[what][name] for what in ("died", "scored") for name in values[what]}
-
-
-def speed(runs: Sequence[Run]) -> Rows:
-    rows = []
-    for run in runs:
-        played = run.metrics("collect")
-        laps = {line["iteration"]: line["seconds"] for line in run.metrics("iteration")}
-        for iteration in sorted({line["iteration"] for line in played}):
-            mine = [line for line in played if line["iteration"] == iteration]
-            steps, seconds = sum(x["steps"] for x in mine), sum(x["seconds"] for x in mine)
-            trained = [x for x in run.metrics("train") if x["iteration"] == iteration]
-            rows.append(
-                {
-                    "run": run.path.name,
-                    "iteration": iteration,
-                    "steps": steps,
-                    "steps_per_s": steps / seconds,
-                    "bytes_per_step": sum(x["bytes"] for x in mine) / steps,
-                    "updates_per_s": sum(x["updates_per_s"] for x in trained) / len(trained) if trained else None,
-                    **{f"{stage}_s": laps.get(iteration, {}).get(stage) for stage in ("collect", "train", "heldout")},
-                }
-            )
-    return rows
-
-
-def summary(run: Run, tables: dict[str, Rows]) -> str:
-    """A run's result as a Markdown table, with what it was made with."""
-    starts, laps = run.metrics("start"), run.metrics("iteration")
-    minutes = sum(sum(lap["seconds"].values()) for lap in laps) / 60
-    rows = [row for row in tables["scores"] if row["run"] == run.path.name]
-    own = sorted((row for row in rows if row["own_plans"]), key=lambda row: row["iteration"])
-    latest = {(row["game"], row["policy"]): row for row in own}
-    losses = {row["game"]: row for row in tables["heldout"] if row["run"] == run.path.name}  # the last iteration's
-    lines = [
-        "| game | random play | planned play | human | held-out loss | the best constant's |",
-        "|---|---|---|---|---|---|",
-    ]
-    for game in run.config.games:
-        played = " | ".join(interval(latest.get((game, policy))) for policy in ("random", "planned"))
-        human = next((cell(row["human"]) for row in rows if row["game"] == game), "")
-        known = f"{losses[game]['cross_entropy']:.4f} | {losses[game]['baseline_cross_entropy']:.4f}"
-        lines.append(f"| {game} | {played} | {human} | {known} |")
-    shown = [latest[game, policy] for game, policy in latest if game in run.config.games]
-    cap = f"{max((row['max_frames'] for row in shown), default=0):,} frames"
-    episodes = " or ".join(sorted({str(row["episodes"]) for row in shown})) or "no"
-    over = "over " if len(starts) > 1 else ""  # an interrupted process took its times with it
-    made = f"`presage train --preset {run.config.preset}`, seed {run.config.seed}, {over}{minutes:.1f} minutes"
-    start = starts[-1]
-    machine = f"{start['device']}, torch {start['torch']}, commit {start['commit'] or 'unknown'}"
-    return "\n".join(
-        [*lines, "", f"{made} ({machine}); {episodes} episodes a game of at most {cap}, mean and 95 % interval.", ""]
-    )
-
-
-def interval(row: dict[str, Any] | None) -> str:
-    return "" if row is None else f"{row['mean']:.2f} ({row['ci95_low']:.2f} … {row['ci95_high']:.2f})"
-
-
 def write_csv(path: Path, rows: Rows) -> None:
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, list(rows[0]))
@@ -212,10 +75,10 @@ def write_csv(path: Path, rows: Rows) -> None:
         writer.writerows(rows)
 
 
-def render(runs: Sequence[Run], tables: dict[str, Rows], pictures: Sequence[Path], seen: str) -> str:
+def render(runs: Sequence[Run], made: dict[str, Rows], pictures: Sequence[Path], seen: str) -> str:
     images = "".join(f'<img alt="{p.stem}" src="data:image/svg+xml;base64,{in_base64(p)}">' for p in pictures)
     sections = {"scores": "Scores", "heldout": "What it knows about cases it has never seen", "speed": "Speed"}
-    body = "".join(f"<h2>{title}</h2>{table_html(tables[name])}" for name, title in sections.items() if tables[name])
+    body = "".join(f"<h2>{title}</h2>{table_html(made[name])}" for name, title in sections.items() if made[name])
     settings = "".join(
         f"<details><summary>{html.escape(str(run.path))}</summary><pre>"
         f"{html.escape((run.path / 'config.json').read_text())}</pre></details>"
@@ -238,12 +101,6 @@ def table_html(rows: Rows) -> str:
         "<tr>" + "".join(f"<td>{html.escape(cell(value))}</td>" for value in row.values()) + "</tr>" for row in rows
     )
     return f'<div class="wide"><table><thead><tr>{head}</tr></thead><tbody>{lines}</tbody></table></div>'
-
-
-def cell(value: Any) -> str:
-    if isinstance(value, float):
-        return f"{value:,.4g}"
-    return "" if value is None else str(value)
 
 
 PAGE = """<!doctype html>

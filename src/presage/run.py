@@ -192,7 +192,7 @@ def agree(path: Path, config: Config, tasks: Sequence[Task]) -> None:
     """Note down what a new run is to do; of an old one, see that it is the same."""
     if (path / "config.json").exists():
         theirs, specs = read_config(path)
-        found = differences(config, theirs)
+        found = [f"{n} ({a} here, {b} in the run)" for n, (a, b) in differences(config, theirs).items()]
         if [Spec.of(task) for task in tasks] != specs and not found:
             found = ["the tasks' controls or thresholds"]
         if found:

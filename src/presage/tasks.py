@@ -104,10 +104,12 @@ class Task:
         return at(self.thresholds, iteration)
 
     def normalized(self, score: float) -> float | None:
-        """0 is random play, 1 a human."""
-        if self.human is None or self.random is None:
-            return None
-        return (score - self.random) / (self.human - self.random)
+        return human_normalized(score, self.random, self.human)
+
+
+def human_normalized(score: float, random: float | None, human: float | None) -> float | None:
+    """0 is random play, 1 a human."""
+    return None if random is None or human is None else (score - random) / (human - random)
 
 
 def whole_controls(name: str, controls: Any) -> tuple[Control, ...]:

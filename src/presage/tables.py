@@ -1,0 +1,256 @@
+"""What runs have measured, as rows; and the tables of it that documents show."""
+
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from presage.agent import read_config
+from presage.config import at, differences, preset
+from presage.evaluation import bootstrap
+from presage.run import Run, read_lines
+from presage.tasks import human_normalized
+
+Rows = list[dict[str, Any]]
+
+
+def learning(runs: Sequence[Run]) -> Rows:
+    keep = ("iteration", "update", "loss", "lr", "updates_per_s", "wait_fraction")
+    return [{"run": run.path.name, **{key: line[key] for key in keep}} for run in runs for line in run.metrics("train")]
+
+
+def heldout(runs: Sequence[Run]) -> Rows:
+    rows = []
+    for run in runs:
+        for line in run.metrics("heldout"):
+            for game, values in line["games"].items():
+                rows.append({"run": run.path.name, "iteration": line["iteration"], "game": game} | flat(values))
+    return rows
+
+
+def scores(runs: Sequence[Run]) -> Rows:
+    """A row for each network, game and way of playing; episodes of several seeds count as one evaluation."""
+    rows = []
+    for run in runs:
+        pools: dict[tuple[Any, ...], dict[int, dict[str, Any]]] = {}
+        for line in run.evaluations():
+            for game, values in line["games"].items():
+                way = (game, line["policy"], line["iteration"], *plans(run, line, game), line["max_frames"])
+                pools.setdefault(way, {})[line["seed"]] = values  # the same once more takes the former's place
+        for way, seeds in pools.items():
+            names = ("game", "policy", "iteration", "plans", "own", "max_frames")
+            row = {"run": run.path.name} | dict(zip(names, way, strict=True)) | {"seeds": " ".join(map(str, seeds))}
+            rows.append(row | pooled(seeds))
+    return rows
+
+
+def pooled(seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
+    """Several evaluations, by their seeds, as one."""
+    first, every = next(iter(seeds)), [score for values in seeds.values() for score in values["scores"]]
+    mean, (low, high) = sum(every) / len(every), bootstrap(every, first)
+    row = {"mean": mean, "ci95_low": low, "ci95_high": high, "episodes": len(every)}
+    random, human = (seeds[first][name] for name in ("random", "human"))
+    return row | {"random": random, "human": human, "human_normalized": human_normalized(mean, random, human)}
+
+
+def plans(run: Run, line: dict[str, Any], game: str) -> tuple[str, bool]:
+    """How an evaluation planned, and whether the run's next iteration would: else it was made to compare."""
+    if line["policy"] == "random":
+        return "", True
+    plan, plays = run.config.plan, line["iteration"] + 1
+    bound = next((at(spec.thresholds, plays) for spec in read_config(run.path)[1] if spec.name == game), 0.0)
+    own = {
+        "k": int(at(plan.k, plays)),
+        "threshold": plan.thresholds.get(game, bound),
+        "carry": plan.carry,
+        "monotone": plan.monotone,
+        "sticky": run.config.data.sticky,
+    }
+    used = own | {name: line[name] for name in own if name in line}
+    used["threshold"] = line.get("thresholds", {}).get(game, own["threshold"])
+    told = [f"k {used['k']}", "monotone" * used["monotone"], "nothing carried over" * (not used["carry"])]
+    told += [f"threshold {used['threshold']}" * (used["threshold"] != own["threshold"])]
+    told += [f"sticky {used['sticky']}" * (used["sticky"] > 0)]
+    return ", ".join(filter(None, told)), used == own
+
+
+def knowledge(runs: Sequence[Run]) -> Rows:
+    """Every network on the held-out cases of every iteration's play."""
+    rows = []
+    for run in runs:
+        for line in known(run):
+            for played, games in line["played"].items():
+                for game, values in games.items():
+                    row = {"run": run.path.name, "iteration": line["iteration"], "played": int(played), "game": game}
+                    rows.append(row | flat(values))
+    return rows
+
+
+def steps(runs: Sequence[Run]) -> Rows:
+    """The newest network that was examined, by step ahead."""
+    return [
+        row | {"step": step} | values
+        for row, detail in details(runs)
+        for step, values in enumerate(detail["steps"][row["outcome"]], 1)
+    ]
+
+
+def calibration(runs: Sequence[Run]) -> Rows:
+    """The newest network that was examined, by what it said."""
+    return [row | values for row, detail in details(runs) for values in detail["calibration"][row["outcome"]]]
+
+
+def known(run: Run) -> list[dict[str, Any]]:
+    """What `presage evaluate --heldout` found: of each iteration's network and game the last."""
+    networks: dict[int, dict[str, Any]] = {}
+    for line in read_lines(run.path / "knowledge.jsonl"):
+        network = networks.setdefault(line["iteration"], {"iteration": line["iteration"], "played": {}})
+        for played, games in line["played"].items():
+            network["played"].setdefault(played, {}).update(games)
+        for play in ("random", "planned"):
+            network.setdefault(play, {}).update(line.get(play, {}))
+    return [networks[iteration] for iteration in sorted(networks)]
+
+
+def details(runs: Sequence[Run]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    for run in runs:
+        for line in known(run)[-1:]:
+            for play in ("random", "planned"):
+                for game, detail in line.get(play, {}).items():
+                    for outcome in ("died", "scored"):
+                        row = {"run": run.path.name, "iteration": line["iteration"], "play": play, "game": game}
+                        yield row | {"outcome": outcome}, detail
+
+
+def flat(values: dict[str, Any]) -> dict[str, Any]:
+    row = {name: values[name] for name in ("cases", "cross_entropy", "baseline_cross_entropy")}
+    return row | {f"{what}_{name}": values[what][name] for what in ("died", "scored") for name in values[what]}
+
+
+def speed(runs: Sequence[Run]) -> Rows:
+    rows = []
+    for run in runs:
+        played = run.metrics("collect")
+        laps = {line["iteration"]: line["seconds"] for line in run.metrics("iteration")}
+        for iteration in sorted({line["iteration"] for line in played}):
+            mine = [line for line in played if line["iteration"] == iteration]
+            steps, seconds = sum(x["steps"] for x in mine), sum(x["seconds"] for x in mine)
+            trained = [x for x in run.metrics("train") if x["iteration"] == iteration]
+            rows.append(
+                {
+                    "run": run.path.name,
+                    "iteration": iteration,
+                    "steps": steps,
+                    "steps_per_s": steps / seconds,
+                    "bytes_per_step": sum(x["bytes"] for x in mine) / steps,
+                    "updates_per_s": sum(x["updates_per_s"] for x in trained) / len(trained) if trained else None,
+                    **{f"{stage}_s": laps.get(iteration, {}).get(stage) for stage in ("collect", "train", "heldout")},
+                }
+            )
+    return rows
+
+
+ALL = (learning, heldout, scores, speed, knowledge, steps, calibration)
+
+
+def summary(run: Run, tables: dict[str, Rows]) -> str:
+    """A run's result as a Markdown table, with what it was made with."""
+    rows = [row for row in tables["scores"] if row["run"] == run.path.name]
+    own = sorted((row for row in rows if row["own"]), key=lambda row: row["iteration"])
+    latest = {(row["game"], row["policy"]): row for row in own}
+    losses = {row["game"]: row for row in tables["heldout"] if row["run"] == run.path.name}  # the last iteration's
+    lines = []
+    for game in run.config.games:
+        played = [interval(latest.get((game, policy))) for policy in ("random", "planned")]
+        human = next((cell(row["human"]) for row in rows if row["game"] == game), "")
+        known = [f"{losses[game][name]:.4f}" for name in ("cross_entropy", "baseline_cross_entropy")]
+        lines.append([game, *played, human, *known])
+    titles = ["game", "random play", "planned play", "human", "held-out loss", "the best constant's"]
+    shown = [latest[game, policy] for game, policy in latest if game in run.config.games]
+    return f"{markdown(titles, lines)}\n{made(run)}; {protocol(shown)}.\n"
+
+
+def comparison(runs: Sequence[Run], tables: dict[str, Rows]) -> str:
+    """All runs side by side, in Markdown: what they scored, what they know, how they were made."""
+    games = list(dict.fromkeys(row["game"] for row in tables["heldout"]))
+    last = {(row["run"], row["game"]): row for row in tables["heldout"]}
+    known = [[run.path.name, *(foreseen(last.get((run.path.name, game))) for game in games)] for run in runs]
+    return "\n".join(
+        [
+            compared_scores(told(tables["scores"]), games),
+            markdown(["run", *games], known),
+            "Loss on held-out cases of the last iteration's play (F1 of deaths, of points).\n",
+            *(f"- {run.path.name}: {made(run)}" for run in runs),
+            "",
+        ]
+    )
+
+
+def compared_scores(rows: Rows, games: Sequence[str]) -> str:
+    lines = []
+    for (run, policy, iteration, how), some in group(rows, "run", "policy", "iteration", "plans").items():
+        mine = {row["game"]: row for row in some}
+        who = "random play" if policy == "random" else f"iteration {iteration}"
+        lines.append([run, who, how, *(interval(mine.get(game)) for game in games)])
+    return f"{markdown(['run', 'network', 'plans', *games], lines)}\n{protocol(rows).capitalize()}.\n"
+
+
+def told(rows: Rows) -> Rows:
+    """Of each run's own play the first and the last network, what was tried besides, and random play."""
+    ends = {
+        run: {min(numbers), max(numbers)}
+        for (run, policy), mine in group(rows, "run", "policy").items()
+        if policy == "planned" and (numbers := [row["iteration"] for row in mine if row["own"]])
+    }
+    kept = [
+        row
+        for row in rows
+        if row["policy"] == "random" or not row["own"] or row["iteration"] in ends.get(row["run"], set())
+    ]
+    order = list(dict.fromkeys(row["run"] for row in rows))
+    return sorted(kept, key=lambda row: (order.index(row["run"]), row["policy"] == "planned", row["iteration"]))
+
+
+def group(rows: Rows, *names: str) -> dict[tuple[Any, ...], Rows]:
+    groups: dict[tuple[Any, ...], Rows] = {}
+    for row in rows:
+        groups.setdefault(tuple(row[name] for name in names), []).append(row)
+    return groups
+
+
+def markdown(titles: Sequence[str], lines: Sequence[Sequence[str]]) -> str:
+    return "".join(f"| {' | '.join(line)} |\n" for line in (titles, *lines)).replace(
+        "\n", "\n|" + "---|" * len(titles) + "\n", 1
+    )
+
+
+def made(run: Run) -> str:
+    """The command that made a run, its time and its machine."""
+    starts, laps = run.metrics("start"), run.metrics("iteration")
+    minutes = sum(sum(lap["seconds"].values()) for lap in laps) / 60
+    over = "over " if len(starts) > 1 else ""  # an interrupted process took its times with it
+    usual = differences(run.config, preset(run.config.preset))
+    options = "".join(f", {name} {usual[name][0]}" for name in sorted(usual) if name != "seed")
+    start = starts[-1]
+    machine = f"{start['device']}, torch {start['torch']}, commit {start['commit'] or 'unknown'}"
+    command = f"`presage train --preset {run.config.preset}`, seed {run.config.seed}{options}"
+    return f"{command}, {over}{minutes:.1f} minutes ({machine})"
+
+
+def protocol(rows: Rows) -> str:
+    cap = f"{max((row['max_frames'] for row in rows), default=0):,} frames"
+    numbers = sorted({row["episodes"] for row in rows}) or ["no"]
+    episodes = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else numbers[0]
+    return f"{episodes} episodes a game of at most {cap}, mean and 95 % interval"
+
+
+def interval(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{row['mean']:.2f} ({row['ci95_low']:.2f} … {row['ci95_high']:.2f})"
+
+
+def foreseen(row: dict[str, Any] | None) -> str:
+    return "" if row is None else f"{row['cross_entropy']:.4f} ({row['died_f1']:.2f}, {row['scored_f1']:.2f})"
+
+
+def cell(value: Any) -> str:
+    if isinstance(value, float):
+        return f"{value:,.4g}"
+    return "" if value is None else str(value)
