@@ -164,13 +164,14 @@ def plays(
 
 class Recorder:
     """Gives runs of turns to the writers of all tasks, each in a thread of its own: zlib lets go of the interpreter, so
-    that packing hides behind the emulator."""
+    that packing hides behind the emulator. None of them takes more of PyTorch's threads: the emulator wants the cores.
+    """
 
     BEHIND = 12  # runs that a writer may be behind, at most
 
     def __init__(self, writers: Sequence[ShardWriter], envs: int):
         self.writers, self.envs = writers, envs
-        self.threads = [ThreadPoolExecutor(1) for _ in writers]
+        self.threads = [ThreadPoolExecutor(1, initializer=torch.set_num_threads, initargs=(1,)) for _ in writers]
         on_gpu = any(writer.room is not None and writer.room.is_cuda for writer in writers)
         # A stream of its own: neither planning nor training stands in line with these copies.
         self.stream = torch.cuda.Stream() if on_gpu else None  # type: ignore[no-untyped-call]
@@ -216,12 +217,13 @@ def of_task(some: Sequence[Sequence[Turn]], task: int, envs: int) -> Turn:
     """One task's rows, `envs` of each group, of several turns of all groups: [E, n, …] each."""
     mine = slice(task * envs, (task + 1) * envs)
     groups = list(zip(*some, strict=True))
-    return Turn(
-        *(
-            np.concatenate([np.stack([turn[field][mine] for turn in turns], 1) for turns in groups])
-            for field in range(len(Turn._fields))
-        )
-    )
+
+    def all_of(field: int) -> Array:
+        # PyTorch lets go of the interpreter while it copies, NumPy does not: the player would wait for it.
+        parts = [torch.stack([torch.from_numpy(turn[field][mine]) for turn in turns], 1) for turns in groups]
+        return torch.cat(parts).numpy()
+
+    return Turn(*(all_of(field) for field in range(len(Turn._fields))))
 
 
 def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -> list[Path]:
