@@ -110,7 +110,7 @@ def test_play_tells_a_score_and_films_it(tiny_run, tmp_path):
     assert "ends in .mp4" in wrong.stderr
 
 
-FIGURES = ("curves", "scores", "forgetting", "calibration", "steps")
+FIGURES = ("curves", "scores", "played", "forgetting", "calibration", "steps")
 
 
 def evaluated(run: Run, folder: Path) -> Path:
@@ -135,7 +135,9 @@ def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tm
         "index.html",
         "summary.md",
         "learning.csv",
+        "comparison.md",
         "heldout.csv",
+        "played.csv",
         "scores.csv",
         "knowledge.csv",
         "steps.csv",
@@ -180,7 +182,7 @@ def test_a_report_of_two_runs_tells_them_apart(tiny_run, tmp_path):
             assert f"| {run.name} | {how} |" in compared
         assert f"- {run.name}: `presage train --preset " in compared
     names = {p.stem for p in (tmp_path / "report").glob("*.png")}
-    assert names == {"curves", "scores", *(f"{name}-{run.name}" for name in FIGURES[2:] for run in runs)}
+    assert names == {*FIGURES[:3], *(f"{name}-{run.name}" for name in FIGURES[3:] for run in runs)}
     rows = (tmp_path / "report" / "calibration.csv").read_text().splitlines()[1:]
     assert {row.split(",")[0] for row in rows} == {"one", "two"}
     with pytest.raises(UsageError, match="two of these runs have the same name"):

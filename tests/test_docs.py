@@ -77,7 +77,7 @@ def test_the_results_shown_are_the_reports_own():
     """No figure is typed by hand: the tables are what `presage report` wrote."""
     assert (REPOSITORY / "docs" / "quickstart" / "summary.md").read_text().strip() in README
     results = (REPOSITORY / "docs" / "results.md").read_text()
-    assert (REPOSITORY / "results" / "paper-0" / "report" / "summary.md").read_text().strip() in results
+    assert (REPOSITORY / "results" / "report" / "comparison.md").read_text().strip() in results
 
 
 def test_the_readmes_make_targets_exist():

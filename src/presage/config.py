@@ -153,7 +153,7 @@ PRESETS: dict[str, Config] = {
     # The same amounts and network, with what did best here (docs/deviations.md).
     "best": Config(
         preset="best",
-        data=DataConfig(overlap=True, stray=0.3),
+        data=DataConfig(stray=0.3),
         plan=PlanConfig(monotone=True),
         train=TrainConfig(lr=((1, 2e-4), (4, 1e-4), (10, 5e-5), (16, 2e-5))),
     ),

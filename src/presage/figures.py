@@ -100,9 +100,9 @@ def _scores_over_iterations(axis: Any, rows: Rows) -> None:
         mine = [latest[iteration] for iteration in sorted(latest)]
         x, y = [row["iteration"] for row in mine], [row["mean"] for row in mine]
         axis.plot(x, y, "o-", color=colour, ms=3.5, label=run)
-        axis.fill_between(
-            x, [row["ci95_low"] for row in mine], [row["ci95_high"] for row in mine], color=colour, alpha=0.2, lw=0
-        )
+        low, high = ([row[end] for row in mine] for end in ("ci95_low", "ci95_high"))
+        axis.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
+        axis.vlines(x, low, high, color=colour, lw=1)  # a band has no width where there is one network only
     axis.set_xlabel("iterations")
     axis.xaxis.get_major_locator().set_params(integer=True)
 
@@ -117,6 +117,20 @@ def _scores_side_by_side(axis: Any, rows: Rows) -> None:
         labels = [f"{row['run']}: {label}" for row, label in zip(rows, labels, strict=True)]
     axis.set_xticks(range(len(rows)), labels, rotation=30, ha="right")
     axis.set_xlim(-0.6, len(rows) - 0.4)
+
+
+def played(rows: Rows, stem: Path) -> Path | None:
+    """Scores while playing to learn."""
+
+    def draw(axis: Any, rows: Rows) -> None:
+        for ((run,), mine), colour in zip(group(rows, "run").items(), cycle(COLOURS)):
+            ended = [row for row in mine if row["mean"] is not None]
+            x, y = [row["iteration"] for row in ended], [row["mean"] for row in ended]
+            axis.plot(x, y, "o-", color=colour, ms=3.5, label=run)
+        axis.set_xlabel("iterations")
+        axis.xaxis.get_major_locator().set_params(integer=True)
+
+    return by_game(rows, stem, draw, "score of episodes that ended")
 
 
 def forgetting(rows: Rows, stem: Path) -> Path | None:

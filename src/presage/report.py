@@ -32,6 +32,7 @@ def write(folders: Sequence[Path], out: Path, looks: bool = True) -> Path:
         if rows:
             write_csv(out / f"{name}.csv", rows)
     drawn = [figures.curves(runs, out / "curves"), figures.scores(made["scores"], out / "scores")]
+    drawn.append(figures.played(made["played"], out / "played"))
     for run in runs:
         name = "" if len(runs) == 1 else f"-{run.path.name}"
         for draw, table in (

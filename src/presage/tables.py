@@ -7,6 +7,7 @@ from presage.agent import read_config
 from presage.config import at, differences, preset
 from presage.evaluation import bootstrap
 from presage.run import Run, read_lines
+from presage.store import HELDOUT
 from presage.tasks import human_normalized
 
 Rows = list[dict[str, Any]]
@@ -70,6 +71,23 @@ def plans(run: Run, line: dict[str, Any], game: str) -> tuple[str, bool]:
     told += [f"threshold {used['threshold']}" * (used["threshold"] != own["threshold"])]
     told += [f"sticky {used['sticky']}" * (used["sticky"] > 0)]
     return ", ".join(filter(None, told)), used == own
+
+
+def played(runs: Sequence[Run]) -> Rows:
+    """What was scored while playing to learn: means of the episodes that ended within their shard, so long ones are
+    missing; but of very many."""
+    rows = []
+    for run in runs:
+        shards = [line for line in run.metrics("collect") if line["shard"] != HELDOUT]
+        for iteration in sorted({line["iteration"] for line in shards}):
+            for game in run.config.games:
+                ended = [line["games"][game] for line in shards if line["iteration"] == iteration]
+                ended = [game for game in ended if game["episodes"]]
+                episodes = sum(game["episodes"] for game in ended)
+                total = sum(game["episodes"] * game["mean_score"] for game in ended)
+                row = {"run": run.path.name, "iteration": iteration, "game": game, "episodes": episodes}
+                rows.append(row | {"mean": total / episodes if episodes else None})
+    return rows
 
 
 def knowledge(runs: Sequence[Run]) -> Rows:
@@ -148,7 +166,7 @@ def speed(runs: Sequence[Run]) -> Rows:
     return rows
 
 
-ALL = (learning, heldout, scores, speed, knowledge, steps, calibration)
+ALL = (learning, heldout, played, scores, speed, knowledge, steps, calibration)
 
 
 def summary(run: Run, tables: dict[str, Rows]) -> str:
@@ -194,17 +212,12 @@ def compared_scores(rows: Rows, games: Sequence[str]) -> str:
 
 
 def told(rows: Rows) -> Rows:
-    """Of each run's own play the first and the last network, what was tried besides, and random play."""
-    ends = {
-        run: {min(numbers), max(numbers)}
-        for (run, policy), mine in group(rows, "run", "policy").items()
-        if policy == "planned" and (numbers := [row["iteration"] for row in mine if row["own"]])
-    }
-    kept = [
-        row
-        for row in rows
-        if row["policy"] == "random" or not row["own"] or row["iteration"] in ends.get(row["run"], set())
-    ]
+    """Of each run's own play the networks that are some run's first or last, so that runs can be compared; what was
+    tried besides; and random play."""
+    own = [row for row in rows if row["policy"] == "planned" and row["own"]]
+    numbers = [[row["iteration"] for row in mine] for mine in group(own, "run").values()]
+    ends = {end for mine in numbers for end in (min(mine), max(mine))}
+    kept = [row for row in rows if row not in own or row["iteration"] in ends]
     order = list(dict.fromkeys(row["run"] for row in rows))
     return sorted(kept, key=lambda row: (order.index(row["run"]), row["policy"] == "planned", row["iteration"]))
 
