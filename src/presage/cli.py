@@ -83,6 +83,7 @@ def evaluate(
     threshold: float | None = None,
     no_carry: bool = False,
     monotone: bool | None = None,
+    worth: float | None = None,
     iteration: int | None = None,
     seed: int = 0,
     sticky: float = 0.0,
@@ -102,6 +103,7 @@ def evaluate(
         threshold: Bound on P(died) in all these games; what the next iteration would use unless told.
         no_carry: Only new sequences at each step: do not consider the last one's best again.
         monotone: Take P(died) never to fall along a sequence (True), or not (False); as the run does unless told.
+        worth: Where no sequence is safe, how much more P(died) is taken for a point; as the run does unless told.
         iteration: Which iteration's network; the newest unless told.
         seed: Of no-op starts and imagined sequences.
         sticky: Chance that the emulator repeats the previous action.
@@ -116,11 +118,11 @@ def evaluate(
     from presage.evaluation import evaluate as score
 
     if heldout:
-        if random or no_carry or any(value is not None for value in (k, threshold, monotone)):
+        if random or no_carry or any(value is not None for value in (k, threshold, monotone, worth)):
             raise UsageError("--heldout does not play: leave out --random and how to plan.")
         _tell_knowledge(run, iteration, games, json)
         return
-    agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone)
+    agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone, worth)
     if probe is not None:
         _tell_probes(run, agent, games, probe, seed, json)
         return

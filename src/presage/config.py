@@ -104,6 +104,8 @@ class PlanConfig:
     """Consider the last step's best sequence again, moved on by one."""
     monotone: bool = False
     """Take P(died) never to fall along a sequence, as death is for good; off: what it is after the last step counts."""
+    worth: float = 0.0
+    """Where no sequence is safe, how much more P(died) is taken for a point that is certain; 0: none (the paper)."""
 
 
 @dataclass(frozen=True)
@@ -154,7 +156,7 @@ PRESETS: dict[str, Config] = {
     "best": Config(
         preset="best",
         data=DataConfig(stray=0.3),
-        plan=PlanConfig(monotone=True),
+        plan=PlanConfig(monotone=True, worth=0.03),
         train=TrainConfig(lr=((1, 2e-4), (4, 1e-4), (10, 5e-5), (16, 2e-5))),
     ),
     # Ten minutes on two CPU cores: little data, a narrow network, a high learning rate, two iterations of planned play.
@@ -249,6 +251,7 @@ def check(config: Config) -> Config:
         "evaluate_episodes": config.evaluate_episodes,
         "noop_max": data.noop_max,
         "sticky": data.sticky,
+        "worth": config.plan.worth,
         "weight_decay": train.weight_decay,
         "clamp": train.clamp,
         "weight_growth": train.weight_growth,
