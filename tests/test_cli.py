@@ -10,6 +10,7 @@ import presage
 from conftest import cli
 from presage.bench import stages
 from presage.errors import UsageError
+from presage.figures import named_lines
 from presage.knowledge import examine
 from presage.report import write
 from presage.run import Run, add_line
@@ -187,6 +188,14 @@ def test_a_report_of_two_runs_tells_them_apart(tiny_run, tmp_path):
     assert {row.split(",")[0] for row in rows} == {"one", "two"}
     with pytest.raises(UsageError, match="two of these runs have the same name"):
         write([runs[0], runs[0]], tmp_path / "again")
+
+
+def test_networks_of_one_game_have_one_name_beside_those_of_several():
+    rows = [{"run": run, "tasks": tasks} for run, tasks in (("both", 2), ("one", 1), ("two", 1), ("one", 1))]
+    (both, blue, _), (one, red, ones), (two, again, _) = named_lines(rows)
+    assert (both, one, two, len(ones)) == ("both", "this game alone", "this game alone", 2)
+    assert blue != red == again
+    assert [name for name, _, _ in named_lines(rows[1:])] == ["one", "two"]
 
 
 def test_bench_json_has_the_promised_fields():

@@ -1,6 +1,6 @@
 """What the figures of a report look like. Each function draws one, as PNG and SVG, and returns the SVG's path."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import cycle
 from pathlib import Path
 from typing import Any
@@ -95,16 +95,27 @@ def _scores_over_iterations(axis: Any, rows: Rows) -> None:
             axis.axhline(rows[0][name], color=GREY, ls=style, lw=1)
             axis.annotate(name, (0.01, rows[0][name]), (0, 2), ("axes fraction", "data"), "offset points", color=GREY)
     planned = [row for row in rows if row["policy"] == "planned" and row["own"]]
-    for (run,), colour in zip(groups := group(planned, "run"), cycle(COLOURS)):
-        latest = {row["iteration"]: row for row in groups[run,]}
+    for name, colour, some in named_lines(planned):
+        latest = {row["iteration"]: row for row in some}
         mine = [latest[iteration] for iteration in sorted(latest)]
         x, y = [row["iteration"] for row in mine], [row["mean"] for row in mine]
-        axis.plot(x, y, "o-", color=colour, ms=3.5, label=run)
+        axis.plot(x, y, "o-", color=colour, ms=3.5, label=name)
         low, high = ([row[end] for row in mine] for end in ("ci95_low", "ci95_high"))
         axis.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
         axis.vlines(x, low, high, color=colour, lw=1)  # a band has no width where there is one network only
     axis.set_xlabel("iterations")
     axis.xaxis.get_major_locator().set_params(integer=True)
+
+
+def named_lines(rows: Rows) -> Iterator[tuple[str, str, Rows]]:
+    """A name, a colour and the rows of each run. Beside networks of several games, those of one are all named alike, so
+    that a game's picture shows what the company of others does (S25)."""
+    several = any(row["tasks"] > 1 for row in rows)
+    runs = {run: mine for (run,), mine in group(rows, "run").items()}
+    names = {run: "this game alone" if several and mine[0]["tasks"] == 1 else run for run, mine in runs.items()}
+    colours = dict(zip(dict.fromkeys(names.values()), cycle(COLOURS)))
+    for run, mine in runs.items():
+        yield names[run], colours[names[run]], mine
 
 
 def _scores_side_by_side(axis: Any, rows: Rows) -> None:
@@ -123,10 +134,10 @@ def played(rows: Rows, stem: Path) -> Path | None:
     """Scores while playing to learn."""
 
     def draw(axis: Any, rows: Rows) -> None:
-        for ((run,), mine), colour in zip(group(rows, "run").items(), cycle(COLOURS)):
+        for name, colour, mine in named_lines(rows):
             ended = [row for row in mine if row["mean"] is not None]
             x, y = [row["iteration"] for row in ended], [row["mean"] for row in ended]
-            axis.plot(x, y, "o-", color=colour, ms=3.5, label=run)
+            axis.plot(x, y, "o-", color=colour, ms=3.5, label=name)
         axis.set_xlabel("iterations")
         axis.xaxis.get_major_locator().set_params(integer=True)
 

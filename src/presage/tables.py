@@ -38,8 +38,8 @@ def scores(runs: Sequence[Run]) -> Rows:
                 pools.setdefault(way, {})[line["seed"]] = values  # the same once more takes the former's place
         for way, seeds in pools.items():
             names = ("game", "policy", "iteration", "plans", "own", "max_frames")
-            row = {"run": run.path.name} | dict(zip(names, way, strict=True)) | {"seeds": " ".join(map(str, seeds))}
-            rows.append(row | pooled(seeds))
+            row = {"run": run.path.name, "tasks": len(run.config.games)} | dict(zip(names, way, strict=True))
+            rows.append(row | {"seeds": " ".join(map(str, seeds))} | pooled(seeds))
     return rows
 
 
@@ -83,12 +83,12 @@ def played(runs: Sequence[Run]) -> Rows:
         shards = [line for line in run.metrics("collect") if line["shard"] != HELDOUT]
         for iteration in sorted({line["iteration"] for line in shards}):
             for game in run.config.games:
-                ended = [line["games"][game] for line in shards if line["iteration"] == iteration]
-                ended = [game for game in ended if game["episodes"]]
-                episodes = sum(game["episodes"] for game in ended)
-                total = sum(game["episodes"] * game["mean_score"] for game in ended)
-                row = {"run": run.path.name, "iteration": iteration, "game": game, "episodes": episodes}
-                rows.append(row | {"mean": total / episodes if episodes else None})
+                mine = [line["games"][game] for line in shards if line["iteration"] == iteration]
+                ended = [shard for shard in mine if shard["episodes"]]
+                episodes = sum(shard["episodes"] for shard in ended)
+                total = sum(shard["episodes"] * shard["mean_score"] for shard in ended)
+                row = {"run": run.path.name, "tasks": len(run.config.games), "iteration": iteration, "game": game}
+                rows.append(row | {"episodes": episodes, "mean": total / episodes if episodes else None})
     return rows
 
 
