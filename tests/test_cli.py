@@ -12,6 +12,7 @@ from presage.bench import stages
 from presage.errors import UsageError
 from presage.figures import named_lines
 from presage.knowledge import examine
+from presage.probe import probe
 from presage.report import write
 from presage.run import Run, add_line
 from presage.tables import scores
@@ -123,6 +124,7 @@ def evaluated(run: Run, folder: Path) -> Path:
             add_line(folder / "evaluations.jsonl", presage.evaluate(some, games=["toy"], episodes=2))
         for games in (None, ["toy"]):  # the second adds nothing, and hides nothing
             add_line(folder / "knowledge.jsonl", examine(agent, folder, games))
+    add_line(folder / "probes.jsonl", probe(run.agent(), ["toy"], number=16))
     return folder
 
 
@@ -141,6 +143,7 @@ def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tm
         "played.csv",
         "scores.csv",
         "knowledge.csv",
+        "probes.csv",
         "steps.csv",
         "calibration.csv",
         *(f"{name}.{kind}" for name in FIGURES for kind in ("svg", "png")),
@@ -182,6 +185,11 @@ def test_a_report_of_two_runs_tells_them_apart(tiny_run, tmp_path):
         for how in ("iteration 1 | k 4", "iteration 1 | k 4, threshold 0.5", "iteration 2 | k 4"):
             assert f"| {run.name} | {how} |" in compared
         assert f"- {run.name}: `presage train --preset " in compared
+        (line,) = (json.loads(line) for line in (run / "probes.jsonl").read_text().splitlines())
+        found = line["games"]["toy"]["random"]
+        assert (
+            f"| {run.name} | iteration 2 | toy | {found['cases']} random | {found['cross_entropy']:.3f} |" in compared
+        )
     names = {p.stem for p in (tmp_path / "report").glob("*.png")}
     assert names == {*FIGURES[:3], *(f"{name}-{run.name}" for name in FIGURES[3:] for run in runs)}
     rows = (tmp_path / "report" / "calibration.csv").read_text().splitlines()[1:]

@@ -96,11 +96,11 @@ def test_probes_tell_what_comes_of_sequences(tiny_run):
     result = probe(agent, ["toy"], number=20, seed=2)
     assert probe(agent, ["toy"], number=20, seed=2) == result
     for kind in KINDS:
-        known = result["toy"][kind]
+        known = result["games"]["toy"][kind]
         assert 16 <= known["cases"] <= 32  # two rounds of sixteen games, less those that an episode's start upset
         assert sum(one["cases"] for one in known["calibration"]["died"]) <= 32 * 25
         assert known["died"]["positives"] > 0
-    assert result["toy"]["random"] != result["toy"]["chosen"]
+    assert result["games"]["toy"]["random"] != result["games"]["toy"]["chosen"]
 
 
 class Trap(gym.Env):
@@ -130,10 +130,10 @@ def test_who_knows_what_each_control_does_is_found_to_be_right(tiny_run, monkeyp
         return Outlook(died.float(), scored.float())
 
     monkeypatch.setattr(agent.model, "imagine_steps", oracle)
-    result = probe(agent, [task], number=64)["trap"]
+    result = probe(agent, [task], number=64)["games"]["trap"]
     for kind in KINDS:
         assert result[kind]["cross_entropy"] < 1e-9
         assert result[kind]["cases"] > 30
     assert result["random"]["died"]["f1"] == result["random"]["scored"]["f1"] == 1
     monkeypatch.setattr(agent.model, "imagine_steps", lambda *given: Outlook(*(1 - p for p in oracle(*given))))
-    assert probe(agent, [task], number=16)["trap"]["random"]["cross_entropy"] > 5
+    assert probe(agent, [task], number=16)["games"]["trap"]["random"]["cross_entropy"] > 5

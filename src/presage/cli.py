@@ -143,7 +143,7 @@ def _tell_probes(run: Path, agent: Any, games: Sequence[str], number: int, seed:
 
     result = probe(agent, games or None, number, seed)
     title = f"iteration {result['iteration']}, k = {result['k']}: sequences played out from states of planned play"
-    rows = [(game, f"{kind} sequences", result[game][kind]) for game in games or agent.specs for kind in KINDS]
+    rows = [(game, f"{kind} sequences", found[kind]) for game, found in result["games"].items() for kind in KINDS]
     if not _noted(run / "probes.jsonl", result, agent, json):
         _print_foreseen(title, rows)
 

@@ -35,7 +35,8 @@ def probe(agent: Agent, games: Sequence[str | Task] | None = None, number: int =
         raise UsageError("there must be at least 1 sequence, and the seed not negative.")
     tasks = find(list(agent.specs) if games is None else games)
     found = {task.name: _game(agent, task, number, seed) for task in tasks}
-    return {"iteration": agent.iteration, "k": agent.k, "seed": seed, "monotone": agent.config.plan.monotone} | found
+    how = {"iteration": agent.iteration, "k": agent.k, "seed": seed, "monotone": agent.config.plan.monotone}
+    return how | {"games": found}
 
 
 def _game(agent: Agent, task: Task, number: int, seed: int) -> dict[str, Any]:

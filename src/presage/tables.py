@@ -130,6 +130,25 @@ def known(run: Run) -> list[dict[str, Any]]:
     return [networks[iteration] for iteration in sorted(networks)]
 
 
+def probes(runs: Sequence[Run]) -> Rows:
+    """What `presage evaluate --probe` found: sequences played out blindly from states of planned play."""
+    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    for run in runs:
+        for line in read_lines(run.path / "probes.jsonl"):
+            for game, kinds in line["games"].items():
+                for kind, values in kinds.items():
+                    row = {"run": run.path.name, "iteration": line["iteration"], "game": game, "sequences": kind}
+                    row |= flat(values) | overall(values["calibration"]["died"])
+                    rows[run.path.name, line["iteration"], game, kind] = row  # the last counts
+    return list(rows.values())
+
+
+def overall(bins: Rows) -> dict[str, float]:
+    """What was said of dying and what happened, over all steps."""
+    cases = sum(one["cases"] for one in bins)
+    return {f"died_{name}": sum(one["cases"] * one[name] for one in bins) / cases for name in ("said", "happened")}
+
+
 def details(runs: Sequence[Run]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
     for run in runs:
         for line in known(run)[-1:]:
@@ -168,7 +187,7 @@ def speed(runs: Sequence[Run]) -> Rows:
     return rows
 
 
-ALL = (learning, heldout, played, scores, speed, knowledge, steps, calibration)
+ALL = (learning, heldout, played, scores, speed, knowledge, probes, steps, calibration)
 
 
 def summary(run: Run, tables: dict[str, Rows]) -> str:
@@ -198,6 +217,7 @@ def comparison(runs: Sequence[Run], tables: dict[str, Rows]) -> str:
             compared_scores(told(tables["scores"]), games),
             markdown(["run", *games], known),
             "Loss on held-out cases of the last iteration's play (F1 of deaths, of points).\n",
+            *([compared_probes(tables["probes"])] if tables["probes"] else []),
             *(f"- {run.path.name}: {made(run)}" for run in runs),
             "",
         ]
@@ -211,6 +231,20 @@ def compared_scores(rows: Rows, games: Sequence[str]) -> str:
         who = "random play" if policy == "random" else f"iteration {iteration}"
         lines.append([run, who, how, *(interval(mine.get(game)) for game in games)])
     return f"{markdown(['run', 'network', 'plans', *games], lines)}\n{protocol(rows).capitalize()}.\n"
+
+
+def compared_probes(rows: Rows) -> str:
+    titles = ["run", "network", "game", "sequences", "loss", "the best constant's", "P(died) said", "happened", "F1"]
+    lines = [
+        [row["run"], f"iteration {row['iteration']}", row["game"], f"{row['cases']} {row['sequences']}"]
+        + [f"{row[name]:.3f}" for name in ("cross_entropy", "baseline_cross_entropy")]
+        + [f"{row[name]:.1%}".replace("%", " %") for name in ("died_said", "died_happened")]
+        + [f"{row['died_f1']:.2f}"]
+        for row in rows
+    ]
+    return (
+        f"{markdown(titles, lines)}\nSequences played out blindly from states of planned play; deaths over all steps.\n"
+    )
 
 
 def told(rows: Rows) -> Rows:
