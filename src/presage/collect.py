@@ -230,11 +230,12 @@ def shard_files(path: Path, iteration: int, shard: int, tasks: Sequence[Task]) -
     return [shard_path(path, iteration, shard, task.name) for task in tasks]
 
 
-def borrow(lender: Path, run: Path, files: Sequence[Path]) -> None:
-    """Copy a shard that another run has, of all tasks or not at all."""
-    theirs = [lender / file.relative_to(run) for file in files]
-    if not all(file.exists() for file in theirs):
-        return
+def are_there(files: Sequence[Path]) -> bool:
+    return all(file.exists() for file in files)
+
+
+def borrow(theirs: Sequence[Path], files: Sequence[Path]) -> None:
+    """Copy a shard that another run has."""
     for mine, lent in zip(files, theirs, strict=True):
         read_shard(lent)  # refuses what is damaged
         mine.parent.mkdir(parents=True, exist_ok=True)
@@ -290,23 +291,24 @@ class Player:
             return
         if self.config.data.overlap and iteration > 1:
             self.ahead[iteration + 1] = self.thread.submit(self._play, iteration + 1)
-        elif not self._is_there(iteration + 1):
+            return
+        files = shard_files(self.path, iteration + 1, HELDOUT, self.arenas[0].tasks)
+        if not are_there(files) and not self._lent(files):
             prepare(self.config, self.arenas, iteration + 1, HELDOUT)
 
-    def _is_there(self, iteration: int) -> bool:
-        """Nothing of an iteration is to be played: it lies here or can be taken from another run."""
-        files = shard_files(self.path, iteration, HELDOUT, self.arenas[0].tasks)
-        lent = [self.lender / file.relative_to(self.path) for file in files] if self.lender else files
-        return all(file.exists() for file in files) or all(file.exists() for file in lent)
+    def _lent(self, files: Sequence[Path]) -> list[Path]:
+        """Where another run has this shard of all tasks; nowhere, if it lacks one or there is no such run."""
+        theirs = [self.lender / file.relative_to(self.path) for file in files] if self.lender else []
+        return theirs if are_there(theirs) else []
 
     def _play(self, iteration: int) -> list[bool]:
         tasks, start, fresh = self.arenas[0].tasks, self.store.size, []
         with torch.cuda.stream(self.stream):  # so that it runs beside training; nothing where there is no GPU
             for shard, length in enumerate(shard_lengths(self.config, iteration)):
                 files = shard_files(self.path, iteration, shard, tasks)
-                if self.lender and not all(file.exists() for file in files):
-                    borrow(self.lender, self.path, files)
-                fresh.append(not all(file.exists() for file in files))
+                if not are_there(files) and (theirs := self._lent(files)):
+                    borrow(theirs, files)
+                fresh.append(not are_there(files))
                 if fresh[-1]:
                     measured = collect_shard(
                         self.path, self.config, self.arenas, self._agent(iteration), iteration, shard, self.interrupt,
