@@ -15,7 +15,7 @@ from presage.knowledge import examine
 from presage.probe import probe
 from presage.report import write
 from presage.run import Run, add_line
-from presage.tables import scores
+from presage.tables import longest, scores
 
 REPOSITORY = Path(__file__).parents[1]
 
@@ -51,6 +51,8 @@ def test_help_lists_the_commands_and_each_has_its_own():
         (("train", "--preset", "debug", "--run", "x", "--shards-from", "nowhere"), "there is no run in nowhere"),
         (("evaluate", "nowhere"), "there is no run in nowhere"),
         (("evaluate", "nowhere", "--heldout", "--k", "9"), "--heldout does not play"),
+        (("evaluate", "nowhere", "--heldout", "--probe", "9"), "--heldout does not play"),
+        (("evaluate", "nowhere", "--probe", "9", "--random"), "--probe looks at planned play"),
         (("evaluate", "nowhere", "--episodes", "none"), "--episodes"),
         (("play", "nowhere"), "there is no run in nowhere"),
         (("bench", "--seconds", "0"), "seconds must be more than 0"),
@@ -175,6 +177,10 @@ def test_evaluations_with_several_seeds_count_as_one_and_a_repeated_one_once(tin
     assert planned["ci95_low"] <= planned["mean"] <= planned["ci95_high"]
     assert planned["own"]
     assert (random["policy"], random["plans"]) == ("random", "")
+    add_line(folder / "evaluations.jsonl", presage.evaluate(agent, games=["toy"], episodes=1, max_frames=40))
+    rows = scores([Run(folder, tiny_run.config)])
+    assert [row["plans"] for row in rows] == ["k 4", "", "k 4, at most 40 frames"]
+    assert longest(rows) == rows[:2]  # what was cut earlier does not stand beside the rest
 
 
 def test_a_report_of_two_runs_tells_them_apart(tiny_run, tmp_path):
@@ -185,11 +191,9 @@ def test_a_report_of_two_runs_tells_them_apart(tiny_run, tmp_path):
         for how in ("iteration 1 | k 4", "iteration 1 | k 4, threshold 0.5", "iteration 2 | k 4"):
             assert f"| {run.name} | {how} |" in compared
         assert f"- {run.name}: `presage train --preset " in compared
-        (line,) = (json.loads(line) for line in (run / "probes.jsonl").read_text().splitlines())
-        found = line["games"]["toy"]["random"]
-        assert (
-            f"| {run.name} | iteration 2 | toy | {found['cases']} random | {found['cross_entropy']:.3f} |" in compared
-        )
+        found = json.loads((run / "probes.jsonl").read_text())["games"]["toy"]["random"]
+        told = f"{found['cases']} random | {found['cross_entropy']:.3f}"
+        assert f"| {run.name} | iteration 2 | k 4 | toy | {told} |" in compared
     names = {p.stem for p in (tmp_path / "report").glob("*.png")}
     assert names == {*FIGURES[:3], *(f"{name}-{run.name}" for name in FIGURES[3:] for run in runs)}
     rows = (tmp_path / "report" / "calibration.csv").read_text().splitlines()[1:]

@@ -1,6 +1,7 @@
 """What is written is true: the README's code runs, its files exist, modules import only from those above them."""
 
 import ast
+import csv
 import re
 import shutil
 import subprocess
@@ -78,6 +79,19 @@ def test_the_results_shown_are_the_reports_own():
     assert (REPOSITORY / "docs" / "quickstart" / "summary.md").read_text().strip() in README
     results = (REPOSITORY / "docs" / "results.md").read_text()
     assert (REPOSITORY / "results" / "report" / "comparison.md").read_text().strip() in results
+
+
+def test_the_ladder_shows_what_was_measured():
+    with (REPOSITORY / "results" / "report" / "scores.csv").open() as file:
+        measured = [row for row in csv.DictReader(file) if row["policy"] == "planned" and row["iteration"] == "19"]
+    lines = [line for line in (REPOSITORY / "docs" / "results.md").read_text().splitlines() if "| **presage" in line]
+    for line in lines:
+        (run,) = re.findall(r"\[results/([\w-]+)\]", line)
+        shown = [float(number.replace(",", "")) for number in re.findall(r"\*\*(-?[\d,.]+)\*\*", line)]
+        for game, number in zip(("pong", "breakout", "demon_attack"), shown, strict=True):
+            means = [float(row["mean"]) for row in measured if (row["run"], row["game"]) == (run, game)]
+            assert any(number in (round(mean, 1), round(mean)) for mean in means), (line, game)
+    assert len(lines) == 2
 
 
 def test_the_readmes_make_targets_exist():

@@ -22,6 +22,7 @@ from presage.games import find
 from presage.progress import Interrupt
 from presage.run import Run, add_line, check_request, read_lines
 from presage.store import shard_path
+from presage.tables import scores
 
 ARGUMENTS = ("train", "--preset", "debug", "--games", *TINY["games"], "--seed", TINY["seed"])
 # Kills the process, without a chance to tidy up, at the n-th call of a function.
@@ -143,6 +144,8 @@ def test_another_network_can_learn_from_the_same_data(tiny_run, tmp_path):
     assert [line["iteration"] for line in run.metrics("collect")] == [3, 3]
     with pytest.raises(UsageError, match="do not fit: it has another later_steps"):
         presage.train("debug", tmp_path / "none", **TINY, shards_from=str(tiny_run.path), later_steps=32)
+    with pytest.raises(UsageError, match="it has not played pong"):
+        presage.train("debug", tmp_path / "none", games=["toy", "pong"], shards_from=str(tiny_run.path))
     assert not (tmp_path / "none").exists()
 
 
@@ -184,6 +187,16 @@ def test_without_a_preset_a_run_goes_on_with_its_own_settings(copy, tiny_run):
     done = cli("train", "--run", copy)
     assert done.returncode == 0, done.stderr
     assert weights(copy) == weights(tiny_run.path)
+
+
+def test_a_command_with_a_flag_can_be_typed_again(tmp_path):
+    command = ("train", "--games", "toy", "--iterations", 1, "--run", tmp_path / "run", "--monotone", "--no-carry")
+    assert cli(*command[:3], "--preset", "debug", *command[3:]).returncode == 0
+    again = cli(*command)  # now monotone and without carry is what the folder says
+    assert again.returncode == 0, again.stderr
+    assert "is finished" in again.stderr
+    other = cli(*command[:-2], "--no-monotone", "--no-carry")
+    assert "monotone (False here, True in the run)" in other.stderr
 
 
 def test_a_config_that_differs_is_refused_and_nothing_is_written(copy):
@@ -294,6 +307,19 @@ def test_ctrl_c_finishes_the_step_saves_and_says_how_to_go_on(tmp_path, during, 
         assert not list(run.glob("data/iter-01/shard-001*"))  # the unfinished shard will be played again
 
 
+def test_ctrl_c_stops_the_runs_own_evaluation(tmp_path):
+    run = tmp_path / "run"
+    words = [*map(str, (*ARGUMENTS, "--run", run, "--evaluate-episodes", 100_000))]
+    process = subprocess.Popen([sys.executable, "-m", "presage", *words], stderr=subprocess.PIPE, text=True)
+    wait_for(lambda: (run / "metrics.jsonl").exists() and Run(run, None).metrics("heldout"), process)
+    time.sleep(0.5)
+    process.send_signal(signal.SIGINT)
+    error = process.communicate(timeout=60)[1]
+    assert process.returncode == 130, error
+    assert "saved; the same command goes on from here" in error
+    assert [p.name for p in run.glob("checkpoints/*")] == ["partial-01-0000010"]  # all is learned
+
+
 def test_interrupted_at_an_odd_update_it_ends_with_the_same_bits(tiny_run, tmp_path):
     """Ctrl-C saves at an update that no timetable names."""
     run = tmp_path / "run"
@@ -388,9 +414,16 @@ def test_a_folder_that_is_no_run_is_left_alone(tmp_path):
 
 
 def test_evaluation_in_the_run_is_written_down(tmp_path):
-    run = presage.train(preset="debug", run=tmp_path / "run", games=["toy"], iterations=1, evaluate_episodes=2)
+    """It is played as the run was, sticky actions and all; the report counts it as the run's own."""
+    settings = {"games": ["breakout"], "iterations": 1, "evaluate_episodes": 2, "sticky": 0.25}
+    run = presage.train(preset="debug", run=tmp_path / "run", **settings)
     (line,) = run.evaluations()
-    assert line["games"]["toy"]["episodes"] == 2
+    assert line["games"]["breakout"]["episodes"] == 2
+    assert line["sticky"] == 0.25
+    add_line(run.path / "evaluations.jsonl", presage.evaluate(run.agent(), episodes=1, random=True))
+    add_line(run.path / "evaluations.jsonl", presage.evaluate(run.agent(), episodes=1, random=True, sticky=0.0))
+    found = [(row["policy"], row["plans"], row["own"]) for row in scores([run])]
+    assert found == [("planned", "k 4, sticky 0.25", True), ("random", "sticky 0.25", True), ("random", "", False)]
 
 
 def test_a_run_larger_than_its_memory_streams_and_gives_the_same_network(tiny_run, tmp_path):

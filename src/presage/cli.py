@@ -61,12 +61,13 @@ def train(arguments: Sequence[str]) -> None:
         default = read_config(Path(folder))[0]
     else:
         default = preset(wanted or "quickstart")
+    # Flags come in pairs (--x, --no-x): so the same command can be typed again, its settings being the defaults then.
     parsed = tyro.cli(
         Train,
         prog="presage train",
         args=list(arguments),
         default=Train(run=tyro.MISSING, config=default),
-        config=OPTIONS,
+        config=(tyro.conf.OmitArgPrefixes,),
     )
     check(parsed.config)
     from presage.games import find
@@ -86,7 +87,7 @@ def evaluate(
     worth: float | None = None,
     iteration: int | None = None,
     seed: int = 0,
-    sticky: float = 0.0,
+    sticky: float | None = None,
     max_frames: int = 108_000,
     random: bool = False,
     heldout: bool = False,
@@ -106,7 +107,7 @@ def evaluate(
         worth: Where no sequence is safe, how much more P(died) is taken for a point; as the run does unless told.
         iteration: Which iteration's network; the newest unless told.
         seed: Of no-op starts and imagined sequences.
-        sticky: Chance that the emulator repeats the previous action.
+        sticky: Chance that the emulator repeats the previous action; as the run was played unless told.
         max_frames: Where an episode is cut, in emulator frames: 30 minutes of play unless told.
         random: Play at random instead, in the same way: the score to beat.
         heldout: Do not play: tell how well it foresees what happens in cases that the run has held out.
@@ -118,15 +119,18 @@ def evaluate(
     from presage.evaluation import evaluate as score
 
     if heldout:
-        if random or no_carry or any(value is not None for value in (k, threshold, monotone, worth)):
-            raise UsageError("--heldout does not play: leave out --random and how to plan.")
+        plans = (k, threshold, monotone, worth, sticky, probe)
+        if random or no_carry or any(value is not None for value in plans):
+            raise UsageError("--heldout does not play: leave out --random, --sticky, --probe and how to plan.")
         _tell_knowledge(run, iteration, games, json)
         return
+    if probe is not None and (random or sticky is not None):
+        raise UsageError("--probe looks at planned play without sticky actions: leave out --random and --sticky.")
     agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone, worth)
     if probe is not None:
         _tell_probes(run, agent, games, probe, seed, json)
         return
-    result = score(agent, games or None, episodes, None, seed, random, sticky, max_frames)
+    result = score(agent, games or None, episodes, seed=seed, random=random, sticky=sticky, max_frames=max_frames)
     if _noted(run / "evaluations.jsonl", result, agent, json):
         return
     player = "random play" if random else f"iteration {result['iteration']}, k = {result['k']}"

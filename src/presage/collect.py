@@ -325,6 +325,9 @@ class Player:
         if iteration == 1:
             return None
         older = self.config.data.overlap and iteration > 2
-        agent = load(self.path, iteration - 2 if older else iteration - 1, self.config.machine.device)
+        number = iteration - 2 if older else iteration - 1
+        saved = load(self.path, number, self.config.machine.device)
+        # With this process's settings of the machine, which may differ from those that the run was started with.
+        agent = Agent(saved.model, [*saved.specs.values()], self.config, number, saved.device)
         agent.plays = iteration
         return agent

@@ -152,7 +152,7 @@ PRESETS: dict[str, Config] = {
     "paper": Config(),
     # The same amounts, but emulator and GPU work at the same time: data are one network older than in the paper.
     "paper-overlap": Config(preset="paper-overlap", data=DataConfig(overlap=True)),
-    # The same amounts and network, played and trained in another way (docs/deviations.md).
+    # The same amounts and network, with what did best here (docs/deviations.md).
     "best": Config(
         preset="best",
         data=DataConfig(stray=0.3),

@@ -1,7 +1,7 @@
 """The score that counts: full episodes from no-op starts, never only those that ended in time, with an interval."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 from typing import Any
 
@@ -27,17 +27,30 @@ def evaluate(
     k: int | None = None,
     seed: int = 0,
     random: bool = False,
-    sticky: float = 0.0,
+    sticky: float | None = None,
     max_frames: int = MAX_FRAMES,
+    each_turn: Callable[[], None] = lambda: None,
 ) -> dict[str, Any]:
-    """Scores of full episodes in each game; random=True plays uniformly random actions in the same way instead."""
+    """Scores of full episodes in each game; random=True plays uniformly random actions in the same way instead.
+
+    sticky: what the agent was trained with, unless told. each_turn is called all the time: it may raise, to stop.
+    """
+    sticky = agent.config.data.sticky if sticky is None else sticky
     if episodes < 1 or seed < 0 or max_frames < 1:
         raise UsageError("episodes and max_frames must be at least 1, and the seed not negative.")
     if not 0 <= sticky <= 1:
         raise UsageError(f"sticky is a chance between 0 and 1, not {sticky}.")
     tasks = find(list(agent.specs) if games is None else games)
     agent, began = agent.playing(k=k), time.monotonic()
-    results = {task.name: _game(agent, task, episodes, seed, random, sticky, max_frames) for task in tasks}
+    results = {}
+    for task in tasks:
+        rows = min(episodes, PARALLEL[agent.device.type])
+        quota = np.full(rows, episodes // rows) + (np.arange(rows) < episodes % rows)  # episodes each row still owes
+        choose = (_random if random else _planned)(agent, task, quota, whole_seed(seed, CHOOSER))
+        title = f"{'random play' if random else 'evaluate'}: {task.name}"
+        with closing(Arena([task], rows, sticky=sticky, max_frames=max_frames)) as arena:
+            scores, steps = fold_episodes(arena, choose, (seed, ARENA), quota, title, each_turn)
+        results[task.name] = _summary(task, scores, steps, seed)
     return {
         "iteration": agent.iteration,
         "k": agent.k,
@@ -54,27 +67,27 @@ def evaluate(
     }
 
 
-def _game(
-    agent: Agent, task: Task, episodes: int, seed: int, random: bool, sticky: float, max_frames: int
-) -> dict[str, Any]:
-    rows = min(episodes, PARALLEL[agent.device.type])
-    quota = np.full(rows, episodes // rows) + (np.arange(rows) < episodes % rows)  # episodes each row still owes
-    chooser = random_chooser([task], rows, whole_seed(seed, CHOOSER))
-    specs, plan_seed = [Spec.of(task)] * rows, whole_seed(seed, CHOOSER)
-    planner = agent.planner(specs, plan_seed)
+def _random(agent: Agent, task: Task, quota: Array, seed: int) -> Chooser:  # noqa: ARG001
+    return random_chooser([task], len(quota), seed)
+
+
+def _planned(agent: Agent, task: Task, quota: Array, seed: int) -> Chooser:
+    specs = [Spec.of(task)] * len(quota)
+    if agent.fast:
+        return agent.chooser(specs, seed)  # one launch for all games costs less than several for some
+    planner = agent.planner(specs, seed)
 
     def choose(frames: Array, fresh: Array) -> Array:
         """Plan only for games whose result still counts."""
         owing = np.flatnonzero(quota)
-        actions = np.zeros(rows, np.int64)
+        actions = np.zeros(len(quota), np.int64)
         actions[owing] = planner(frames[owing], fresh[owing], owing)
         return actions
 
-    # On a GPU one launch for all games costs less than several for some.
-    planned: Chooser = agent.chooser(specs, plan_seed) if agent.fast else choose
-    title = f"{'random play' if random else 'evaluate'}: {task.name}"
-    with closing(Arena([task], rows, sticky=sticky, max_frames=max_frames)) as arena:
-        scores, steps = fold_episodes(arena, chooser if random else planned, (seed, ARENA), quota, title)
+    return choose
+
+
+def _summary(task: Task, scores: list[float], steps: int, seed: int) -> dict[str, Any]:
     mean = float(np.mean(scores))
     return {
         "mean": mean,
@@ -89,13 +102,14 @@ def _game(
 
 
 def fold_episodes(
-    arena: Arena, choose: Chooser, seed: Sequence[int], quota: Array, title: str
+    arena: Arena, choose: Chooser, seed: Sequence[int], quota: Array, title: str, each_turn: Callable[[], None]
 ) -> tuple[list[float], int]:
     """Play until every row has finished its quota of episodes; their scores and the steps they took."""
     scores: list[float] = []
     running, steps = np.zeros(arena.rows), 0
     with Bar(title, int(quota.sum()), "episodes") as bar:
         for turn in play(arena, choose, seed):
+            each_turn()
             counting = quota > 0
             steps += int(counting.sum())
             running += turn.rewards

@@ -7,7 +7,7 @@ from typing import Any
 
 from presage.errors import UsageError
 from presage.run import Run
-from presage.tables import Rows, group
+from presage.tables import Rows, group, longest
 
 COLOURS = ("#2f6f9f", "#c8553d", "#588157", "#8d6a9f", "#b08900", "#4a4e69")
 GREY = "#8a8a8a"
@@ -96,7 +96,7 @@ def _scores_over_iterations(axis: Any, rows: Rows) -> None:
             axis.annotate(name, (0.01, rows[0][name]), (0, 2), ("axes fraction", "data"), "offset points", color=GREY)
     planned = [row for row in rows if row["policy"] == "planned" and row["own"]]
     for name, colour, some in named_lines(planned):
-        latest = {row["iteration"]: row for row in some}
+        latest = {row["iteration"]: row for row in longest(some)}
         mine = [latest[iteration] for iteration in sorted(latest)]
         x, y = [row["iteration"] for row in mine], [row["mean"] for row in mine]
         axis.plot(x, y, "o-", color=colour, ms=3.5, label=name)

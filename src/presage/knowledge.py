@@ -11,7 +11,7 @@ from torch import Tensor
 
 from presage.agent import Agent
 from presage.batches import Batch, assemble, heldout_rows
-from presage.collect import shard_files
+from presage.collect import are_there, shard_files
 from presage.errors import UsageError
 from presage.games import find
 from presage.model import Model
@@ -128,7 +128,7 @@ def examine(agent: Agent, run: Path, games: Sequence[str | Task] | None = None) 
     random play and those of planned play."""
     tasks = find(list(agent.config.games) if games is None else games)
     iterations = range(1, agent.config.iterations + 1)
-    played = [i for i in iterations if all(file.exists() for file in shard_files(run, i, HELDOUT, tasks))]
+    played = [i for i in iterations if are_there(shard_files(run, i, HELDOUT, tasks))]
     if not played:
         raise UsageError(f"there are no held-out cases in {run}: its data were not kept.")
     by_iteration: dict[int, dict[str, Foretold]] = {}

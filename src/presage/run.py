@@ -109,7 +109,8 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
             interrupt.check()
             if config.evaluate_episodes:
                 agent = Agent(model, [Spec.of(task) for task in tasks], config, iteration, device)
-                add_line(path / "evaluations.jsonl", evaluate(agent, tasks, config.evaluate_episodes, seed=config.seed))
+                result = evaluate(agent, tasks, config.evaluate_episodes, seed=config.seed, each_turn=interrupt.check)
+                add_line(path / "evaluations.jsonl", result)
                 clock.lap("evaluate")
             metrics.log("iteration", iteration, {"seconds": clock.laps()})
             checkpoint.save(path, Position(iteration, config.train.updates, finished=True), model, optimizer)
@@ -130,16 +131,23 @@ def check_request(config: Config, tasks: Sequence[Task], path: Path) -> None:
         raise UsageError(f"thresholds name {', '.join(sorted(unknown))}, which this run does not play.")
     if config.train.init_from and checkpoint.newest(path) is None:
         donor(config)
-    if config.data.shards_from and not (path / "config.json").exists():
-        check_lender(config)
+    if config.data.shards_from:
+        if not (path / "config.json").exists():
+            check_lender(config)
+        elif not Path(config.data.shards_from).is_dir():
+            say(f"{config.data.shards_from} is not there: shards that {path} has not taken yet will be played.")
     for task in tasks:
         if not isinstance(task, AtariTask):
             rehearse(task)
 
 
 def check_lender(config: Config) -> None:
-    """Shards can be taken from a run that plays as much as this one, in as many environments."""
-    lent = read_config(Path(config.data.shards_from))[0].data
+    """Shards can be taken from a run that plays these games as much as this one, in as many environments."""
+    lender = read_config(Path(config.data.shards_from))[0]
+    missing = sorted(set(config.games) - set(lender.games))
+    if missing:
+        raise UsageError(f"the shards of {config.data.shards_from} do not fit: it has not played {', '.join(missing)}.")
+    lent = lender.data
     ours = replace(config.data, shards_from=lent.shards_from, overlap=lent.overlap, horizon=lent.horizon)
     differ = [field.name for field in fields(lent) if getattr(lent, field.name) != getattr(ours, field.name)]
     if differ:

@@ -4,6 +4,7 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from presage.agent import read_config
+from presage.arena import MAX_FRAMES
 from presage.config import at, differences, preset
 from presage.evaluation import bootstrap
 from presage.run import Run, read_lines
@@ -54,8 +55,10 @@ def pooled(seeds: dict[int, dict[str, Any]]) -> dict[str, Any]:
 
 def plans(run: Run, line: dict[str, Any], game: str) -> tuple[str, bool]:
     """How an evaluation planned, and whether the run's next iteration would: else it was made to compare."""
+    cut = f"at most {line['max_frames']:,} frames" * (line["max_frames"] != MAX_FRAMES)
     if line["policy"] == "random":
-        return "", True
+        sticky = f"sticky {line['sticky']}" * (line["sticky"] > 0)
+        return ", ".join(filter(None, (sticky, cut))), line["sticky"] == run.config.data.sticky
     plan, plays = run.config.plan, line["iteration"] + 1
     bound = next((at(spec.thresholds, plays) for spec in read_config(run.path)[1] if spec.name == game), 0.0)
     own = {
@@ -71,7 +74,7 @@ def plans(run: Run, line: dict[str, Any], game: str) -> tuple[str, bool]:
     told = [f"k {used['k']}", "monotone" * used["monotone"], "nothing carried over" * (not used["carry"])]
     told += [f"threshold {used['threshold']}" * (used["threshold"] != own["threshold"])]
     told += [f"a point worth {used['worth']:g}" * (used["worth"] > 0)]
-    told += [f"sticky {used['sticky']}" * (used["sticky"] > 0)]
+    told += [f"sticky {used['sticky']}" * (used["sticky"] > 0), cut]
     return ", ".join(filter(None, told)), used == own
 
 
@@ -135,11 +138,11 @@ def probes(runs: Sequence[Run]) -> Rows:
     rows: dict[tuple[Any, ...], dict[str, Any]] = {}
     for run in runs:
         for line in read_lines(run.path / "probes.jsonl"):
+            how = {name: line[name] for name in ("iteration", "k", "monotone")}
             for game, kinds in line["games"].items():
                 for kind, values in kinds.items():
-                    row = {"run": run.path.name, "iteration": line["iteration"], "game": game, "sequences": kind}
-                    row |= flat(values) | overall(values["calibration"]["died"])
-                    rows[run.path.name, line["iteration"], game, kind] = row  # the last counts
+                    row = {"run": run.path.name} | how | {"game": game, "sequences": kind}
+                    rows[tuple(row.values())] = row | flat(values) | overall(values["calibration"]["died"])  # the last
     return list(rows.values())
 
 
@@ -193,7 +196,7 @@ ALL = (learning, heldout, played, scores, speed, knowledge, probes, steps, calib
 def summary(run: Run, tables: dict[str, Rows]) -> str:
     """A run's result as a Markdown table, with what it was made with."""
     rows = [row for row in tables["scores"] if row["run"] == run.path.name]
-    own = sorted((row for row in rows if row["own"]), key=lambda row: row["iteration"])
+    own = sorted(longest([row for row in rows if row["own"]]), key=lambda row: row["iteration"])
     latest = {(row["game"], row["policy"]): row for row in own}
     losses = {row["game"]: row for row in tables["heldout"] if row["run"] == run.path.name}  # the last iteration's
     lines = []
@@ -207,6 +210,11 @@ def summary(run: Run, tables: dict[str, Rows]) -> str:
     return f"{markdown(titles, lines)}\n{made(run)}; {protocol(shown)}.\n"
 
 
+def longest(rows: Rows) -> Rows:
+    """Of one run's evaluations those whose episodes were cut the latest: others do not compare."""
+    return [row for row in rows if row["max_frames"] == max(row["max_frames"] for row in rows)]
+
+
 def comparison(runs: Sequence[Run], tables: dict[str, Rows]) -> str:
     """All runs side by side, in Markdown: what they scored, what they know, how they were made."""
     games = list(dict.fromkeys(row["game"] for row in tables["heldout"]))
@@ -216,7 +224,7 @@ def comparison(runs: Sequence[Run], tables: dict[str, Rows]) -> str:
         [
             compared_scores(told(tables["scores"]), games),
             markdown(["run", *games], known),
-            "Loss on held-out cases of the last iteration's play (F1 of deaths, of points).\n",
+            "The last network's loss on held-out cases of all iterations, each run's own (F1 of deaths, of points).\n",
             *([compared_probes(tables["probes"])] if tables["probes"] else []),
             *(f"- {run.path.name}: {made(run)}" for run in runs),
             "",
@@ -234,9 +242,11 @@ def compared_scores(rows: Rows, games: Sequence[str]) -> str:
 
 
 def compared_probes(rows: Rows) -> str:
-    titles = ["run", "network", "game", "sequences", "loss", "the best constant's", "P(died) said", "happened", "F1"]
+    titles = ["run", "network", "plans", "game", "sequences"]
+    titles += ["loss", "the best constant's", "P(died) said", "happened", "F1"]
     lines = [
-        [row["run"], f"iteration {row['iteration']}", row["game"], f"{row['cases']} {row['sequences']}"]
+        [row["run"], f"iteration {row['iteration']}", f"k {row['k']}" + ", monotone" * row["monotone"]]
+        + [row["game"], f"{row['cases']} {row['sequences']}"]
         + [f"{row[name]:.3f}" for name in ("cross_entropy", "baseline_cross_entropy")]
         + [f"{row[name]:.1%}".replace("%", " %") for name in ("died_said", "died_happened")]
         + [f"{row['died_f1']:.2f}"]
@@ -285,8 +295,10 @@ def made(run: Run) -> str:
 
 
 def protocol(rows: Rows) -> str:
-    cap = f"{max((row['max_frames'] for row in rows), default=0):,} frames"
-    numbers = sorted({row["episodes"] for row in rows}) or ["no"]
+    if not rows:
+        return "not evaluated"
+    cap = f"{max(row['max_frames'] for row in rows):,} frames"
+    numbers = sorted({row["episodes"] for row in rows})
     episodes = f"{numbers[0]} to {numbers[-1]}" if len(numbers) > 1 else numbers[0]
     return f"{episodes} episodes a game of at most {cap}, mean and 95 % interval"
 
