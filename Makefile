@@ -24,7 +24,7 @@ quickstart: $(BIN)/.ready
 	$(BIN)/presage report $(RUN) --out $(RUN)/report
 
 watch: $(BIN)/.ready
-	$(BIN)/presage watch results/agent --k 50 --monotone True
+	$(BIN)/presage watch results/agent --k 50
 
 # The page is tested in Chromium: installed where that is possible, else those tests are skipped.
 .PHONY: browser

@@ -77,7 +77,7 @@ def until(true, seconds: float = 20, why=lambda: ""):
 
 @pytest.fixture(scope="module")
 def server(tiny_run, tmp_path_factory):
-    example = ("results/agent", "--k", "50", "--monotone", "True") if "SCREENSHOTS" in os.environ else ()
+    example = ("results/agent", "--k", "50") if "SCREENSHOTS" in os.environ else ()
     run, *options = example or (tiny_run.path,)
     one = Server(REPOSITORY / run, tmp_path_factory.mktemp("watch"), "--game", "breakout", *options)
     yield one
