@@ -93,12 +93,12 @@ def test_the_agent_that_comes_with_presage_plays():
 
 def test_the_same_network_can_play_otherwise(tiny_run):
     agent = tiny_run.agent()
-    other = agent.playing(k=3, threshold=0.4, carry=False, monotone=True, worth=0.1)
+    other = agent.playing(k=3, threshold=0.4, carry=False, monotone=True)
     result = presage.evaluate(other, games=["toy"], episodes=1)
-    how = ("k", "thresholds", "carry", "monotone", "worth")
-    assert [result[name] for name in how] == [3, {"toy": 0.4}, False, True, 0.1]
+    how = ("k", "thresholds", "carry", "monotone")
+    assert [result[name] for name in how] == [3, {"toy": 0.4}, False, True]
     usual = presage.evaluate(agent, games=["toy"], episodes=1, k=5)
-    assert [usual[name] for name in how] == [5, {"toy": 0.0}, True, False, 0.0]
+    assert [usual[name] for name in how] == [5, {"toy": 0.0}, True, False]
     assert agent.k == 4
 
 

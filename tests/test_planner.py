@@ -37,13 +37,6 @@ def test_every_branch_of_the_choice(died, scored, threshold, expected):
     assert safe == [d < threshold for d in died]
 
 
-@pytest.mark.parametrize(("worth", "expected"), [(0.0, 0), (0.05, 0), (0.2, 1), (1.0, 2)])
-def test_where_no_sequence_is_safe_a_point_may_be_worth_some_risk(worth, expected):
-    outlook = Outlook(SAME([[0.10, 0.15, 0.5]]), SAME([[0.0, 0.5, 1.0]]))
-    assert choose(outlook, SAME([0.0]), worth).chosen.tolist() == [expected]
-    assert choose(outlook, SAME([0.12]), worth).chosen.tolist() == [0]  # the safe one
-
-
 def test_each_row_has_its_own_threshold():
     outlook = Outlook(SAME([[0.1, 0.3]] * 3), SAME([[0.1, 0.9]] * 3))
     assert choose(outlook, SAME([0.0, 0.2, 0.5])).chosen.tolist() == [0, 0, 1]

@@ -79,17 +79,15 @@ class Agent:
         threshold: float | None = None,
         carry: bool | None = None,
         monotone: bool | None = None,
-        worth: float | None = None,
     ) -> "Agent":
         """The same network, which plans otherwise: with this k, with this bound on P(died) in all games, with or
-        without considering the last plan again or taking P(died) never to fall, with so much risk for a point."""
+        without considering the last plan again or taking P(died) never to fall."""
         old = self.config.plan
         plan = replace(
             old,
             k=old.k if k is None else ((1, k),),
             carry=old.carry if carry is None else carry,
             monotone=old.monotone if monotone is None else monotone,
-            worth=old.worth if worth is None else worth,
         )
         if threshold is not None and not threshold >= 0:
             raise UsageError(f"the threshold must not be negative, as {threshold} is.")
@@ -127,7 +125,6 @@ class Agent:
             horizon=self.config.data.horizon,
             generator=generator,
             carry=self.config.plan.carry,
-            worth=self.config.plan.worth,
         )
 
     def chooser(self, specs: Sequence[Spec], seed: int) -> Chooser:
@@ -189,7 +186,7 @@ class Agent:
             "safe": safe,
         }
         out = {name: (tensor[0] if single else tensor).cpu().numpy() for name, tensor in arrays.items()}
-        reasons = [_reason(s, limit, planner.worth) for s in safe]
+        reasons = [_reason(s, limit) for s in safe]
         first, chosen = plan.best[:, 0].cpu().numpy(), index.cpu().numpy()
         return AgentPlan(
             action=int(first[0]) if single else first,
@@ -231,11 +228,10 @@ class Agent:
         return path
 
 
-def _reason(safe: Tensor, threshold: float, worth: float) -> str:
+def _reason(safe: Tensor, threshold: float) -> str:
     if safe.any():
         return f"{int(safe.sum())} of {len(safe)} plans have P(died) < {threshold:g}; the likeliest of them to score"
-    but = f", a point being worth {worth:g} of a death" * (worth > 0)
-    return f"no plan has P(died) < {threshold:g}; the least likely to die{but}"
+    return f"no plan has P(died) < {threshold:g}; the least likely to die"
 
 
 def checked_frames(frames: Any) -> tuple[Tensor, bool]:

@@ -84,7 +84,6 @@ def evaluate(
     threshold: float | None = None,
     no_carry: bool = False,
     monotone: bool | None = None,
-    worth: float | None = None,
     iteration: int | None = None,
     seed: int = 0,
     sticky: float | None = None,
@@ -104,7 +103,6 @@ def evaluate(
         threshold: Bound on P(died) in all these games; what the next iteration would use unless told.
         no_carry: Only new sequences at each step: do not consider the last one's best again.
         monotone: Take P(died) never to fall along a sequence (True), or not (False); as the run does unless told.
-        worth: Where no sequence is safe, how much more P(died) is taken for a point; as the run does unless told.
         iteration: Which iteration's network; the newest unless told.
         seed: Of no-op starts and imagined sequences.
         sticky: Chance that the emulator repeats the previous action; as the run was played unless told.
@@ -119,14 +117,14 @@ def evaluate(
     from presage.evaluation import evaluate as score
 
     if heldout:
-        plans = (k, threshold, monotone, worth, sticky, probe)
+        plans = (k, threshold, monotone, sticky, probe)
         if random or no_carry or any(value is not None for value in plans):
             raise UsageError("--heldout does not play: leave out --random, --sticky, --probe and how to plan.")
         _tell_knowledge(run, iteration, games, json)
         return
     if probe is not None and (random or sticky is not None):
         raise UsageError("--probe looks at planned play without sticky actions: leave out --random and --sticky.")
-    agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone, worth)
+    agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone)
     if probe is not None:
         _tell_probes(run, agent, games, probe, seed, json)
         return

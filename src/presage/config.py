@@ -104,8 +104,6 @@ class PlanConfig:
     """Consider the last step's best sequence again, moved on by one."""
     monotone: bool = False
     """Take P(died) never to fall along a sequence, as death is for good; off: what it is after the last step counts."""
-    worth: float = 0.0
-    """Where no sequence is safe, how much more P(died) is taken for a point that is certain; 0: none (the paper)."""
 
 
 @dataclass(frozen=True)
@@ -251,7 +249,6 @@ def check(config: Config) -> Config:
         "evaluate_episodes": config.evaluate_episodes,
         "noop_max": data.noop_max,
         "sticky": data.sticky,
-        "worth": config.plan.worth,
         "weight_decay": train.weight_decay,
         "clamp": train.clamp,
         "weight_growth": train.weight_growth,

@@ -57,7 +57,6 @@ def evaluate(
         "thresholds": {task.name: agent.threshold(agent.spec(task)) for task in tasks},
         "carry": agent.config.plan.carry,
         "monotone": agent.config.plan.monotone,
-        "worth": agent.config.plan.worth,
         "policy": "random" if random else "planned",
         "seed": seed,
         "sticky": sticky,

@@ -37,16 +37,14 @@ class Plan(NamedTuple):
         return self.actions[torch.arange(len(self.actions), device=self.actions.device), self.choice.chosen]
 
 
-def choose(outlook: Outlook, threshold: Tensor, worth: float = 0.0) -> Choice:
-    """Among safe sequences the likeliest to score; where none is safe, the least likely to die (S18), but for `worth`:
-    so much more P(died) is borne for a point that is certain.
+def choose(outlook: Outlook, threshold: Tensor) -> Choice:
+    """Among safe sequences the likeliest to score; where none is safe, the least likely to die (S18).
 
     Ties go to the lower index: a plan carried on beats a new one that promises no more. threshold: [N].
     """
     safe = outlook.died < threshold[:, None]
     best_safe = outlook.scored.masked_fill(~safe, -1.0).argmax(1)
-    safest = (outlook.died - worth * outlook.scored).argmin(1)
-    return Choice(torch.where(safe.any(1), best_safe, safest), safe)
+    return Choice(torch.where(safe.any(1), best_safe, outlook.died.argmin(1)), safe)
 
 
 class Planner:
@@ -66,11 +64,10 @@ class Planner:
         horizon: int,
         generator: torch.Generator,
         carry: bool = True,
-        worth: float = 0.0,
     ):
         self.perceive, self.imagine = perceive, imagine
         self.tables, self.action_counts, self.thresholds = tables, action_counts, thresholds
-        self.k, self.horizon, self.generator, self.carry, self.worth = k, horizon, generator, carry, worth
+        self.k, self.horizon, self.generator, self.carry = k, horizon, generator, carry
         self.rows = torch.arange(len(tables), device=tables.device)
         self.stacks = torch.zeros(len(tables), STACK, FRAME, FRAME, dtype=torch.uint8, device=tables.device)
         self.carried = torch.zeros(len(tables), horizon, dtype=torch.int64, device=tables.device)
@@ -101,7 +98,7 @@ class Planner:
         actions = self.candidates(rows, fresh)
         controls = self.tables[rows[:, None, None], actions]  # [N, k, H, 3]
         outlook = self.imagine(self.perceive(stacks), controls)
-        plan = Plan(actions, outlook, choose(outlook, self.thresholds[rows], self.worth))
+        plan = Plan(actions, outlook, choose(outlook, self.thresholds[rows]))
         self.carried[rows] = plan.best
         return plan
 

@@ -66,14 +66,12 @@ def plans(run: Run, line: dict[str, Any], game: str) -> tuple[str, bool]:
         "threshold": plan.thresholds.get(game, bound),
         "carry": plan.carry,
         "monotone": plan.monotone,
-        "worth": plan.worth,
         "sticky": run.config.data.sticky,
     }
     used = own | {name: line[name] for name in own if name in line}
     used["threshold"] = line.get("thresholds", {}).get(game, own["threshold"])
     told = [f"k {used['k']}", "monotone" * used["monotone"], "nothing carried over" * (not used["carry"])]
     told += [f"threshold {used['threshold']}" * (used["threshold"] != own["threshold"])]
-    told += [f"a point worth {used['worth']:g}" * (used["worth"] > 0)]
     told += [f"sticky {used['sticky']}" * (used["sticky"] > 0), cut]
     return ", ".join(filter(None, told)), used == own
 
