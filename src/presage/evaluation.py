@@ -46,7 +46,8 @@ def evaluate(
     for task in tasks:
         rows = min(episodes, PARALLEL[agent.device.type])
         quota = np.full(rows, episodes // rows) + (np.arange(rows) < episodes % rows)  # episodes each row still owes
-        choose = (_random if random else _planned)(agent, task, quota, whole_seed(seed, CHOOSER))
+        chosen = whole_seed(seed, CHOOSER)
+        choose = random_chooser([task], rows, chosen) if random else _planned(agent, task, quota, chosen)
         title = f"{'random play' if random else 'evaluate'}: {task.name}"
         with closing(Arena([task], rows, sticky=sticky, max_frames=max_frames)) as arena:
             scores, steps = fold_episodes(arena, choose, (seed, ARENA), quota, title, each_turn)
@@ -64,10 +65,6 @@ def evaluate(
         "seconds": time.monotonic() - began,
         "games": results,
     }
-
-
-def _random(agent: Agent, task: Task, quota: Array, seed: int) -> Chooser:  # noqa: ARG001
-    return random_chooser([task], len(quota), seed)
 
 
 def _planned(agent: Agent, task: Task, quota: Array, seed: int) -> Chooser:

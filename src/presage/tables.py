@@ -210,7 +210,8 @@ def summary(run: Run, tables: dict[str, Rows]) -> str:
 
 def longest(rows: Rows) -> Rows:
     """Of one run's evaluations those whose episodes were cut the latest: others do not compare."""
-    return [row for row in rows if row["max_frames"] == max(row["max_frames"] for row in rows)]
+    latest = max((row["max_frames"] for row in rows), default=0)
+    return [row for row in rows if row["max_frames"] == latest]
 
 
 def comparison(runs: Sequence[Run], tables: dict[str, Rows]) -> str:
