@@ -162,6 +162,9 @@ def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tm
     assert len(knowledge) == 1 + 2 * 2 * 2  # networks × iterations played × games
     evaluations = [json.loads(line) for line in (run / "evaluations.jsonl").read_text().splitlines()]
     assert f"{evaluations[2]['games']['toy']['mean']:.2f} (" in (tmp_path / "report" / "summary.md").read_text()
+    add_line(run / "evaluations.jsonl", presage.evaluate(tiny_run.agent(1), games=["breakout"], episodes=1))
+    write([run], tmp_path / "again", looks=False)
+    assert "| breakout |  |  |" in (tmp_path / "again" / "summary.md").read_text()  # not an older network's score
 
 
 def test_evaluations_with_several_seeds_count_as_one_and_a_repeated_one_once(tiny_run, tmp_path):

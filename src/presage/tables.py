@@ -192,10 +192,12 @@ ALL = (learning, heldout, played, scores, speed, knowledge, probes, steps, calib
 
 
 def summary(run: Run, tables: dict[str, Rows]) -> str:
-    """A run's result as a Markdown table, with what it was made with."""
+    """The result of a run's newest network that was evaluated, as a Markdown table; and what it was made with."""
     rows = [row for row in tables["scores"] if row["run"] == run.path.name]
-    own = sorted(longest([row for row in rows if row["own"]]), key=lambda row: row["iteration"])
-    latest = {(row["game"], row["policy"]): row for row in own}
+    own = longest([row for row in rows if row["own"]])
+    newest = max((row["iteration"] for row in own if row["policy"] == "planned"), default=0)
+    shown = [row for row in own if row["policy"] == "random" or row["iteration"] == newest]
+    latest = {(row["game"], row["policy"]): row for row in shown}
     losses = {row["game"]: row for row in tables["heldout"] if row["run"] == run.path.name}  # the last iteration's
     lines = []
     for game in run.config.games:
@@ -204,8 +206,8 @@ def summary(run: Run, tables: dict[str, Rows]) -> str:
         known = [f"{losses[game][name]:.4f}" for name in ("cross_entropy", "baseline_cross_entropy")]
         lines.append([game, *played, human, *known])
     titles = ["game", "random play", "planned play", "human", "held-out loss", "the best constant's"]
-    shown = [latest[game, policy] for game, policy in latest if game in run.config.games]
-    return f"{markdown(titles, lines)}\n{made(run)}; {protocol(shown)}.\n"
+    counted = [row for row in latest.values() if row["game"] in run.config.games]
+    return f"{markdown(titles, lines)}\n{made(run)}; {protocol(counted)}.\n"
 
 
 def longest(rows: Rows) -> Rows:
