@@ -81,17 +81,36 @@ def test_the_results_shown_are_the_reports_own():
     assert (REPOSITORY / "results" / "report" / "comparison.md").read_text().strip() in results
 
 
-def test_the_ladder_shows_what_was_measured():
+def measured(iteration: int) -> dict[str, list[dict[str, str]]]:
+    """What the networks of an iteration scored, by game, as `presage report` has it."""
     with (REPOSITORY / "results" / "report" / "scores.csv").open() as file:
-        measured = [row for row in csv.DictReader(file) if row["policy"] == "planned" and row["iteration"] == "19"]
+        rows = [r for r in csv.DictReader(file) if r["policy"] == "planned" and r["iteration"] == str(iteration)]
+    return {game: [r for r in rows if r["game"] == game] for game in ("pong", "breakout", "demon_attack")}
+
+
+def is_mean(shown: str, rows: list[dict[str, str]]) -> bool:
+    """Whether one of them has this mean, to as many digits as are shown."""
+    digits = len(shown.strip().partition(".")[2])
+    return any(abs(float(shown.replace(",", "")) - float(row["mean"])) <= 0.5 * 10**-digits + 1e-9 for row in rows)
+
+
+def test_the_ladder_shows_what_was_measured():
     lines = [line for line in (REPOSITORY / "docs" / "results.md").read_text().splitlines() if "| **presage" in line]
     for line in lines:
         (run,) = re.findall(r"\[results/([\w-]+)\]", line)
-        shown = [float(number.replace(",", "")) for number in re.findall(r"\*\*(-?[\d,.]+)\*\*", line)]
-        for game, number in zip(("pong", "breakout", "demon_attack"), shown, strict=True):
-            means = [float(row["mean"]) for row in measured if (row["run"], row["game"]) == (run, game)]
-            assert any(number in (round(mean, 1), round(mean)) for mean in means), (line, game)
+        shown = re.findall(r"\*\*(-?[\d,.]+)\*\*", line)
+        for number, (game, rows) in zip(shown, measured(19).items(), strict=True):
+            assert is_mean(number, [row for row in rows if row["run"] == run]), (line, game)
     assert len(lines) == 2
+
+
+def test_what_mattered_after_random_play_is_what_was_measured():
+    table = (REPOSITORY / "docs" / "deviations.md").read_text().split("| the paper | -8.62 ")[1].split("\n\n")[0]
+    lines = [line.strip("|").split("|") for line in table.splitlines()[1:]]
+    for _, *cells in lines:
+        for cell, (game, rows) in zip(cells, measured(1).items(), strict=True):
+            assert all(is_mean(number, rows) for number in cell.split(", ") if number.strip()), (game, cell)
+    assert len(lines) == 4
 
 
 def test_the_readmes_make_targets_exist():

@@ -115,6 +115,7 @@ def evaluate(
     """
     from presage.agent import load
     from presage.evaluation import evaluate as score
+    from presage.run import provenance
 
     if heldout:
         plans = (k, threshold, monotone, sticky, probe)
@@ -128,8 +129,9 @@ def evaluate(
     if probe is not None:
         _tell_probes(run, agent, games, probe, seed, json)
         return
+    made = provenance(agent.device)  # now: hours later the checkout may hold other code than what runs here
     result = score(agent, games or None, episodes, seed=seed, random=random, sticky=sticky, max_frames=max_frames)
-    if _noted(run / "evaluations.jsonl", result, agent, json):
+    if _noted(run / "evaluations.jsonl", result | {"made": made}, json):
         return
     player = "random play" if random else f"iteration {result['iteration']}, k = {result['k']}"
     table = Table("game", "mean", "95 % interval", "n", "random", "human", "norm.", title=player)
@@ -142,32 +144,34 @@ def evaluate(
 
 def _tell_probes(run: Path, agent: Any, games: Sequence[str], number: int, seed: int, json: bool) -> None:
     from presage.probe import KINDS, probe
+    from presage.run import provenance
 
+    made = provenance(agent.device)
     result = probe(agent, games or None, number, seed)
     title = f"iteration {result['iteration']}, k = {result['k']}: sequences played out from states of planned play"
     rows = [(game, f"{kind} sequences", found[kind]) for game, found in result["games"].items() for kind in KINDS]
-    if not _noted(run / "probes.jsonl", result, agent, json):
+    if not _noted(run / "probes.jsonl", result | {"made": made}, json):
         _print_foreseen(title, rows)
 
 
 def _tell_knowledge(run: Path, iteration: int | None, games: Sequence[str], json: bool) -> None:
     from presage.agent import load
     from presage.knowledge import examine
+    from presage.run import provenance
 
     agent = load(run, iteration)
+    made = provenance(agent.device)
     result = examine(agent, run, games or None)
     plays = {name: result.get(name, {}) for name in ("random", "planned")}
     rows = [(game, f"{name} play", known) for name, found in plays.items() for game, known in found.items()]
-    if not _noted(run / "knowledge.jsonl", result, agent, json):
+    if not _noted(run / "knowledge.jsonl", result | {"made": made}, json):
         _print_foreseen(f"iteration {result['iteration']} on held-out cases", rows)
 
 
-def _noted(file: Path, result: dict[str, Any], agent: Any, json: bool) -> bool:
-    """Add a result, and what it was made with, to its run's file if it is of a run and not of an export; print it if it
-    was asked for as JSON."""
-    from presage.run import add_line, provenance
+def _noted(file: Path, result: dict[str, Any], json: bool) -> bool:
+    """Add a result to its run's file if it is of a run and not of an export; print it if it was asked for as JSON."""
+    from presage.run import add_line
 
-    result = result | {"made": provenance(agent.device)}
     if (file.parent / "config.json").exists():
         add_line(file, result)
     if json:
