@@ -1,6 +1,7 @@
 """The network: Perception -> Prediction -> Valuation (S4–S9). It is never told which game it sees."""
 
 import math
+from collections.abc import Iterator
 
 import torch
 import torch.nn.functional as F
@@ -67,12 +68,12 @@ class RRNN(nn.Module):
             states.append(h)
         return torch.stack(states, 1)
 
-    def last(self, h: Tensor, controls: Tensor) -> Tensor:
-        """The state after the last step only [B, S]; step by step, as planning has thousands of rows."""
+    def walk(self, h: Tensor, controls: Tensor) -> Iterator[Tensor]:
+        """The same states [B, S] one after the other: planning has thousands of rows, too many for all to be kept."""
         from_h, from_x = self.f1.weight[:, :-CONTROL], self.f1.weight[:, -CONTROL:]
         for x in controls.unbind(1):
             h = self.step(h, F.linear(x, from_x, self.f1.bias), from_h)
-        return h
+            yield h
 
     def step(self, h: Tensor, push: Tensor, from_h: Tensor) -> Tensor:
         seen = layer_norm(h) if self.normal else h
@@ -104,8 +105,8 @@ class LSTM(nn.Module):
         out, _ = self.cell(controls, (torch.tanh(cell), cell))
         return self.leave(out)  # type: ignore[no-any-return]
 
-    def last(self, h: Tensor, controls: Tensor) -> Tensor:
-        return self(h, controls)[:, -1]  # type: ignore[no-any-return]
+    def walk(self, h: Tensor, controls: Tensor) -> Iterator[Tensor]:
+        yield from self(h, controls).unbind(1)
 
 
 class Valuation(nn.Module):
@@ -148,12 +149,13 @@ class Model(nn.Module):
     @torch.inference_mode()
     def imagine(self, h: Tensor, controls: Tensor, monotone: bool = False) -> Outlook:
         """h [N, S], controls [N, k, H, 3] -> P after the last step [N, k]; monotone: see PlanConfig."""
-        if monotone:
-            died, scored = self.imagine_steps(h, controls, monotone)
-            return Outlook(died[..., -1], scored[..., -1])
         n, k = controls.shape[:2]
-        last = self.prediction.last(h.repeat_interleave(k, 0), controls.flatten(0, 1))  # [N * k, S]
-        return outlook(self.valuation(last).view(n, k, OUTCOMES))
+        highest = torch.tensor(-torch.inf, device=h.device)  # of P(died) so far, as a logit
+        for state in self.prediction.walk(h.repeat_interleave(k, 0), controls.flatten(0, 1)):  # [N * k, S]
+            if monotone:
+                highest = torch.maximum(highest, self.valuation(state)[:, 0])
+        died, scored = self.valuation(state).view(n, k, OUTCOMES).unbind(-1)
+        return outlook(torch.stack([torch.maximum(died, highest.expand(n * k).view(n, k)), scored], -1))
 
     @torch.inference_mode()
     def imagine_steps(self, h: Tensor, controls: Tensor, monotone: bool = False) -> Outlook:

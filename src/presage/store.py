@@ -82,7 +82,7 @@ class ShardWriter:
             return torch.from_numpy(np.concatenate([getattr(part, name) for part in self.parts], 1).astype(dtype))
 
         tensors = {
-            "frames": torch.frombuffer(bytearray(b"".join(blobs)), dtype=torch.uint8),  # zlib streams, env by env
+            "frames": torch.frombuffer(bytearray().join(blobs), dtype=torch.uint8),  # zlib streams, env by env
             "run_ends": torch.tensor([len(blob) for blob in blobs]).cumsum(0),  # [E * runs]
             "actions": column("actions", np.uint8),
             "rewards": column("rewards", np.float32),
