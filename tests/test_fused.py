@@ -271,6 +271,12 @@ def test_captured_plans_are_those_made_directly(tiny_run):
     for _ in range(8):
         frames, fresh = random.integers(0, 256, (6, 84, 84), dtype=np.uint8), random.random(6) < 0.3
         assert captured(frames, fresh).tolist() == direct(frames, fresh).tolist()
+    again, anew = agent.chooser(specs, 10), agent.planner(specs, 10)  # another play with what was captured
+    for number in range(4):
+        frames, fresh = random.integers(0, 256, (6, 84, 84), dtype=np.uint8), np.full(6, number == 0)
+        assert again(frames, fresh).tolist() == anew(frames, fresh).tolist()
+    assert len(agent.captured) == 1
+    assert not agent.playing(k=3).captured
 
 
 @on_gpu

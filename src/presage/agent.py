@@ -72,6 +72,7 @@ class Agent:
         self.bound: float | None = None  # on P(died) in all games, instead of those thresholds
         self.fast = config.machine.fused and fused.fits(model, device)
         self.generator = torch.Generator(device).manual_seed(config.seed)
+        self.captured: dict[Any, tuple[torch.Generator, Captured]] = {}
 
     def playing(
         self,
@@ -94,6 +95,7 @@ class Agent:
         other = copy(self)
         other.config = check(replace(self.config, plan=plan))
         other.bound = self.bound if threshold is None else threshold
+        other.captured = {}
         return other
 
     @property
@@ -127,12 +129,20 @@ class Agent:
             carry=self.config.plan.carry,
         )
 
-    def chooser(self, specs: Sequence[Spec], seed: int) -> Chooser:
-        """A planner for a long play of all these games; on a GPU each step is one launch."""
-        planner = self.planner(specs, seed)
+    def chooser(self, specs: Sequence[Spec], seed: int, group: int = 0) -> Chooser:
+        """A planner for a long play of all these games; on a GPU each step is one launch.
+
+        Capturing that launch takes a part of a second, so the next play of the same games in the same group uses it
+        again: a group plays one thing at a time, and what a planner remembers ends where an episode starts.
+        """
         if not self.fast:
-            return planner
-        act = Captured(lambda frames, fresh: planner.act(frames, fresh, planner.rows), generator=planner.generator)
+            return self.planner(specs, seed)
+        if (key := (group, *specs)) not in self.captured:
+            planner = self.planner(specs, seed)
+            act = Captured(lambda frames, fresh: planner.act(frames, fresh, planner.rows), generator=planner.generator)
+            self.captured[key] = planner.generator, act
+        generator, act = self.captured[key]
+        generator.manual_seed(seed)
         return lambda frames, fresh: act(torch.from_numpy(frames), torch.from_numpy(fresh)).cpu().numpy()
 
     def spec(self, task: str | Task) -> Spec:

@@ -28,7 +28,7 @@ from presage.graphs import WARM_UP
 from presage.model import Model
 from presage.progress import Interrupt, say
 from presage.run import provenance
-from presage.store import Store, budget, gpu_memory, machine_memory, shard_path
+from presage.store import HELDOUT, Store, budget, gpu_memory, machine_memory, shard_path
 from presage.tasks import Spec, Task
 from presage.training import Updater, make_optimizer, update_once
 
@@ -44,6 +44,7 @@ class Scale(NamedTuple):
 
 # What a run uses: late iterations of the paper's on a GPU, early ones on a CPU.
 SCALES = {"cuda": Scale(envs=40, groups=2, k=200, steps=2_000), "cpu": Scale(envs=16, groups=1, k=25, steps=100)}
+FIRST = 20  # steps of the held-out shard that comes before it
 
 
 def measure(
@@ -65,7 +66,7 @@ def measure(
     shard = scale.envs * scale.steps
     config = with_fields(
         preset("paper"), games=tuple(task.name for task in tasks), iterations=1, envs=scale.envs, groups=scale.groups,
-        shard_steps=shard, first_steps=shard, later_steps=shard, heldout_steps=shard, k=((1, scale.k),),
+        shard_steps=shard, first_steps=shard, later_steps=shard, heldout_steps=scale.envs * FIRST, k=((1, scale.k),),
         device=device_name,
     )  # fmt: skip
     torch.manual_seed(0)
@@ -79,6 +80,7 @@ def measure(
         say("emulator …")
         before = raw_steps_per_s(arenas, seconds)
         say("collecting …")
+        collect_shard(run, config, arenas, agent, 1, HELDOUT, Interrupt())  # as in a run: planning is captured in it
         collected = collect_shard(run, config, arenas, agent, 1, 1, Interrupt(), store)
         emulator = (before + raw_steps_per_s(arenas, seconds)) / 2  # machines drift
         for index, task in enumerate(tasks):

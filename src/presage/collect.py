@@ -154,7 +154,7 @@ def plays(
         if agent is None:
             choose = random_chooser(tasks, arena.envs, seed)
         else:
-            choose = agent.chooser([Spec.of(task) for task in tasks for _ in range(arena.envs)], seed)
+            choose = agent.chooser([Spec.of(task) for task in tasks for _ in range(arena.envs)], seed, group)
             if config.data.stray:
                 strays = whole_seed(*place, STRAYS, group)
                 choose = straying(choose, tasks, arena.envs, config.data.stray, config.data.horizon, strays)
@@ -303,6 +303,7 @@ class Player:
 
     def _play(self, iteration: int) -> list[bool]:
         tasks, start, fresh = self.arenas[0].tasks, self.store.size, []
+        agent: Agent | None = None
         with torch.cuda.stream(self.stream):  # so that it runs beside training; nothing where there is no GPU
             for shard, length in enumerate(shard_lengths(self.config, iteration)):
                 files = shard_files(self.path, iteration, shard, tasks)
@@ -310,10 +311,10 @@ class Player:
                     borrow(theirs, files)
                 fresh.append(not are_there(files))
                 if fresh[-1]:
+                    agent = agent or self._agent(iteration)
                     measured = collect_shard(
-                        self.path, self.config, self.arenas, self._agent(iteration), iteration, shard, self.interrupt,
-                        self.store, start,
-                    )  # fmt: skip
+                        self.path, self.config, self.arenas, agent, iteration, shard, self.interrupt, self.store, start
+                    )
                     self.log(iteration, measured)
                 start += length * self.config.data.envs * len(tasks)
         if self.stream is not None:
