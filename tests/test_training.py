@@ -1,5 +1,8 @@
 """Schedules and gradients by hand; and that it learns, and learns the same twice."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 import torch
 
@@ -8,7 +11,7 @@ from conftest import weights
 from presage.batches import Batch
 from presage.config import ModelConfig, TrainConfig, preset, with_fields
 from presage.model import Model
-from presage.training import learning_rate, make_optimizer, one_by_one, update_once
+from presage.training import learning_rate, make_optimizer, one_by_one, take_statistics, update_once
 
 
 def some_batch(size=6, horizon=5) -> Batch:
@@ -56,6 +59,28 @@ def test_gradients_are_clamped_element_wise_before_adam():
         w = w - lr * (m / (1 - 0.9**step)) / ((v / (1 - 0.999**step)).sqrt() + 1e-8)
         torch.testing.assert_close(weight.detach(), w, rtol=1e-4, atol=1e-6)
     assert clamped > 0
+
+
+def test_batch_norms_statistics_for_play_are_of_the_weights_as_they_are():
+    """Pictures that hardly vary and weights that just moved: moving averages are far off, those taken anew are not."""
+    model, pictures = small_model(), torch.full((400, 4, 84, 84), 87, dtype=torch.uint8)
+    pictures[torch.arange(400), :, torch.arange(400) % 84, torch.arange(400) % 81] = 200  # a ball
+    store = SimpleNamespace(stacks=pictures.__getitem__, home=torch.device("cpu"), device=torch.device("cpu"))
+    updater = SimpleNamespace(store=store, size=40, fast=False)
+    sampler = SimpleNamespace(rows=lambda update, size: np.arange(update * size, (update + 1) * size) % 400)
+    optimizer = make_optimizer(model, TrainConfig())
+    optimizer.param_groups[0]["lr"] = 1e-2
+    batch = some_batch(40)._replace(frames=pictures[:40])
+    for _ in range(20):
+        update_once(model, optimizer, batch, 1.0)
+    seen = model.perception.stages[0](pictures / 255).transpose(0, 1).flatten(1)  # [C, ...]: by the first layer
+    norm = model.perception.stages[1]
+    assert ((norm.running_mean - seen.mean(1)).abs() / seen.std(1)).max() > 0.5  # else this shows nothing
+    for _ in range(2):  # the second time from what the first left: the same
+        take_statistics(model, updater, sampler, range(100, 110))
+        torch.testing.assert_close(norm.running_mean, seen.mean(1), rtol=1e-3, atol=1e-4)  # sums of float32
+        torch.testing.assert_close(norm.running_var, seen.var(1), rtol=0.05, atol=1e-6)  # within batches
+        assert norm.momentum == 0.1
 
 
 def test_rows_are_fetched_a_chunk_ahead_and_handed_out_in_order():

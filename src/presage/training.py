@@ -8,7 +8,7 @@ from typing import Any
 
 import numpy as np
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from presage import fused
 from presage.batches import Batch, Sampler, assemble, stream
@@ -22,6 +22,7 @@ from presage.store import Store
 SAMPLER = 3  # which generator a seed is for
 AT_ONCE = 100  # updates whose rows go to a GPU together
 WARM_UP = 100  # updates, with lr_decay = cosine
+STATISTICS = 100  # batches that batch norm's statistics are taken from, at most
 
 
 def learning_rate(config: Config, iteration: int, update: int) -> float:
@@ -69,8 +70,8 @@ class Updater:
     def __init__(self, model: Model, optimizer: torch.optim.Adam, store: Store, config: Config):
         self.store, self.size, self.horizon = store, config.train.batch_size, config.data.horizon
         on_gpu, clamp = store.device.type == "cuda", config.train.clamp
-        fast = config.machine.fused and config.train.trainable == "all" and fused.fits(model, store.device)
-        learner = fused.Learner(model, optimizer, clamp) if fast else None
+        self.fast = config.machine.fused and config.train.trainable == "all" and fused.fits(model, store.device)
+        learner = fused.Learner(model, optimizer, clamp) if self.fast else None
 
         def learn(*parts: Tensor) -> Tensor:
             batch = Batch(*parts)
@@ -157,6 +158,31 @@ def train_phase(
                 save(done)
                 saved = time.monotonic()
             interrupt.check()
+    if train.trainable == "all":
+        take_statistics(model, updater, sampler, range(train.updates, train.updates + min(train.updates, STATISTICS)))
+
+
+@torch.no_grad()
+def take_statistics(model: Model, updater: Updater, sampler: Sampler, updates: range) -> None:
+    """Batch norm's means and variances for play: of cases as they would be drawn for these updates, with the weights as
+    they now are.
+
+    Those kept while training are moving averages, which trail behind the weights. Where a picture hardly varies, as
+    Pong's, a channel's mean may have moved by most of its standard deviation since: the network knows and cannot say.
+    """
+    norms = [part for part in model.perception.modules() if isinstance(part, nn.BatchNorm2d)]
+    usual = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.reset_running_stats()
+        norm.momentum = None  # all batches count alike
+    model.train()
+    store = updater.store
+    for update in updates:
+        frames = store.stacks(torch.from_numpy(sampler.rows(update, updater.size)).to(store.home))
+        with torch.autocast(store.device.type, fused.LOW, enabled=updater.fast):  # as it plays
+            model.perception(frames.to(store.device))
+    for norm, momentum in zip(norms, usual, strict=True):
+        norm.momentum = momentum
 
 
 class Recent:
