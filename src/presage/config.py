@@ -162,10 +162,9 @@ PRESETS: dict[str, Config] = {
         preset="quickstart",
         iterations=3,
         data=DataConfig(
-            first_steps=40_000, later_steps=6_400, heldout_steps=1_600, shard_steps=40_000, envs=16, groups=1, stray=0.3
+            first_steps=40_000, later_steps=6_400, heldout_steps=1_600, shard_steps=40_000, envs=16, groups=1
         ),
-        # Bolder in Demon Attack: it has learned little of danger.
-        plan=PlanConfig(k=((1, 25),), thresholds={"demon_attack": 0.5}, monotone=True),
+        plan=PlanConfig(k=((1, 25),), thresholds={"demon_attack": 0.5}),  # bolder: it has learned little of danger
         model=ModelConfig(channels=(8, 32, 32), hidden_size=250),
         train=TrainConfig(
             updates=1_500, batch_size=64, lr=((1, 7e-4),), lr_decay="cosine", checkpoint_every=500, log_every=100
