@@ -123,7 +123,10 @@ def _scores_side_by_side(axis: Any, rows: Rows) -> None:
         colour = GREY if row["policy"] == "random" else COLOURS[0]
         spread = [[row["mean"] - row["ci95_low"]], [row["ci95_high"] - row["mean"]]]
         axis.errorbar([i], [row["mean"]], spread, fmt="o", color=colour, capsize=4)
-    labels = ["random" if row["policy"] == "random" else f"it. {row['iteration']}, {row['plans']}" for row in rows]
+    one = sum(row["policy"] == "planned" for row in rows) == 1  # whose settings need no telling
+    labels = [
+        row["policy"] if one or row["policy"] == "random" else f"it. {row['iteration']}, {row['plans']}" for row in rows
+    ]
     if len({row["run"] for row in rows}) > 1:
         labels = [f"{row['run']}: {label}" for row, label in zip(rows, labels, strict=True)]
     axis.set_xticks(range(len(rows)), labels, rotation=30, ha="right")
