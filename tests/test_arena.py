@@ -1,5 +1,7 @@
 """Many games in parallel do exactly what one plain emulator does."""
 
+import dataclasses
+from contextlib import closing
 from pathlib import Path
 
 import numpy as np
@@ -8,11 +10,13 @@ import torch
 from ale_py import ALEInterface, roms
 from gymnasium import Env, spaces
 
-from presage.arena import MAX_FRAMES, SKIP, Arena, play
+from presage.arena import MAX_FRAMES, Arena, play
 from presage.collect import random_chooser
+from presage.errors import RunError, UsageError
 from presage.events import Outlook
 from presage.games import atari_task, find
 from presage.planner import Planner
+from presage.pools import SKIP
 from presage.tasks import Task
 from presage.toy import TOY
 
@@ -237,3 +241,51 @@ def test_an_environment_that_never_ends_is_cut_at_the_same_cap():
     out = [next(turns) for _ in range(20)]
     assert [i for i, turn in enumerate(out) if turn.ended[0]] == [9, 19]
     assert not any(turn.died[0] for turn in out)
+
+
+@pytest.mark.parametrize("task", [*map(atari_task, ("pong", "breakout", "demon_attack", "freeway")), TOY])
+def test_what_is_tried_out_is_what_then_happens(task):
+    """At many moments of a long random play: a sequence tried out, beside others, and then played."""
+    random, compared = np.random.default_rng(0), np.zeros(3, int)
+    with closing(Arena([task], 2, noop_max=3, doubles=True)) as arena:
+        arena.reset((5,))
+        for turn in range(60):
+            while not arena.free[1]:
+                arena.send(np.zeros(2, int))
+                arena.recv()
+            sequences = random.integers(len(task.controls), size=(3, 25))
+            foretold = arena.try_out(1, sequences)
+            for step, action in enumerate(sequences[turn % 3]):
+                arena.send(np.array([0, action]))
+                _, _, died, scored, ended = arena.recv()
+                came = np.array([died[1], scored[1], ended[1]])
+                compared += came
+                np.testing.assert_array_equal(came, foretold[turn % 3, step])
+                if ended[1] or not arena.free[1]:  # from here on something else is played
+                    break
+    assert compared[0] > 0 or task.name == "freeway"  # where only the end of the game counts
+
+
+def test_a_double_that_plays_otherwise_is_noticed():
+    with closing(Arena([atari_task("pong")], 1, noop_max=0, doubles=True)) as arena:
+        arena.reset((0,))
+        arena.pools[0].doubles[0].step(1)  # one step ahead
+
+        def play_on():
+            for _ in range(300):
+                arena.send(np.zeros(1, int))
+                arena.recv()
+
+        with pytest.raises(RunError, match="does not play the same"):
+            play_on()
+
+
+def test_an_environment_that_cannot_be_copied_cannot_be_tried_out():
+    class Bound(type(TOY.make())):
+        def __deepcopy__(self, memo):
+            raise TypeError("cannot pickle")
+
+    with closing(Arena([dataclasses.replace(TOY, make=Bound)], 1, noop_max=0)) as arena:
+        arena.reset((0,))
+        with pytest.raises(UsageError, match="cannot be copied"):
+            arena.try_out(0, np.zeros((1, 25), int))

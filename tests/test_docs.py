@@ -16,7 +16,7 @@ REPOSITORY = Path(__file__).parents[1]
 SOURCE = REPOSITORY / "src" / "presage"
 README = (REPOSITORY / "README.md").read_text()
 ORDER = (
-    "errors", "config", "tasks", "toy", "games", "arena", "events", "files", "store", "batches", "model",
+    "errors", "config", "tasks", "toy", "games", "pools", "arena", "events", "files", "store", "batches", "model",
     "graphs", "fused_prediction", "fused_layers", "fused_perception", "fused_adam", "fused", "planner",
     "checkpoint", "agent", "progress", "collect", "training", "knowledge", "probe", "evaluation", "run", "live",
     "drawing", "replay", "highlights", "session", "viewer", "tables", "figures", "report", "bench", "cli",

@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from itertools import product
 
 import gymnasium as gym
 import numpy as np
@@ -14,7 +15,7 @@ from conftest import cli
 from presage.errors import UsageError
 from presage.events import Outlook
 from presage.knowledge import Foretold, by_step, calibration, examine, scores
-from presage.probe import KINDS, probe
+from presage.probe import KINDS, Moment, choices, probe
 from presage.tasks import Task
 
 
@@ -91,23 +92,55 @@ def test_without_its_data_a_run_has_nothing_held_out(tiny_run, tmp_path):
         examine(presage.load(run), run)
 
 
-def test_probes_tell_what_comes_of_sequences(tiny_run):
+def test_probes_tell_what_comes_of_plans(tiny_run):
     agent = tiny_run.agent()
-    result = probe(agent, ["toy"], number=20, seed=2)
-    assert probe(agent, ["toy"], number=20, seed=2) == result
-    for kind in KINDS:
-        known = result["games"]["toy"][kind]
-        assert 16 <= known["cases"] <= 32  # two rounds of sixteen games, less those that an episode's start upset
-        assert sum(one["cases"] for one in known["calibration"]["died"]) <= 32 * 25
-        assert known["died"]["positives"] > 0
-    assert result["games"]["toy"]["random"] != result["games"]["toy"]["chosen"]
+    result = probe(agent, ["toy", "breakout"], number=20, seed=2)
+    assert probe(agent, ["toy", "breakout"], number=20, seed=2) == result
+    for game in ("toy", "breakout"):
+        found = result["games"][game]
+        assert found["chosen"]["cases"] == 20
+        assert found["random"]["cases"] == 20 * (agent.k - 1)
+        assert found["random"]["died"]["positives"] > 0
+        assert sum(one["cases"] for one in found["chosen"]["calibration"]["died"]) <= 20 * 25
+        assert found["random"] != found["chosen"]
+    with pytest.raises(UsageError, match="2 plans"):
+        probe(agent.playing(k=1), ["toy"])
+
+
+def test_choices_by_hand():
+    """Four plans at each moment, the first of which was chosen: one where nobody dies, one where two of three random
+    ones do, one where one does and the chosen too, one where the episode ends."""
+
+    def moment(danger, died):
+        said, events = np.zeros((4, 2, 2)), np.zeros((4, 2, 3), bool)
+        said[:, -1, 0], events[:, 0, 0] = danger, died
+        return Moment(said, events)
+
+    found = [
+        moment([0.1, 0.9, 0.9, 0.9], [False, False, False, False]),
+        moment([0.1, 0.9, 0.2, 0.3], [False, True, True, False]),  # one of two pairs told apart
+        moment([0.0, 0.5, 0.5, 0.1], [True, True, False, False]),  # one, and one tie
+    ]
+    over = moment([0.1, 0.9, 0.2, 0.3], [False, True, True, False])
+    over.events[3, 1, 2] = True
+    assert choices([*found, over]) == {
+        "moments": 2,
+        "told_apart": pytest.approx((1 / 2 + 3 / 4) / 2),
+        "random_died": pytest.approx((2 / 3 + 1 / 3) / 2),
+        "chosen_died": 0.5,
+    }
+    assert choices(found[:1])["moments"] == 0
+
+
+CONTROLS = tuple(product((0, 1), (-1, 0, 1), (-1, 0, 1)))
+DEADLY = (0, -1, 0)
 
 
 class Trap(gym.Env):
-    """Left kills, right scores, whatever happened before."""
+    """One control of eighteen kills, those to the right score, whatever happened before."""
 
     observation_space = gym.spaces.Box(0, 255, (84, 84), np.uint8)
-    action_space = gym.spaces.Discrete(3)
+    action_space = gym.spaces.Discrete(len(CONTROLS))
 
     def reset(self, *, seed=None, options=None):
         super().reset(seed=seed)
@@ -116,16 +149,18 @@ class Trap(gym.Env):
 
     def step(self, action):
         self.steps += 1
-        return np.zeros((84, 84), np.uint8), float(action == 2), self.steps == 150, False, {"trap": action == 1}
+        control = CONTROLS[action]
+        picture = np.zeros((84, 84), np.uint8)
+        return picture, float(control[1] == 1), self.steps == 150, False, {"trap": control == DEADLY}
 
 
 def test_who_knows_what_each_control_does_is_found_to_be_right(tiny_run, monkeypatch):
-    """What was said is compared with what came of the very sequence of which it was said."""
-    task = Task("trap", Trap, ((0, 0, 0), (0, -1, 0), (0, 1, 0)), died=lambda step: bool(step.info["trap"]))
+    """What was said is compared with what came of the very plan of which it was said."""
+    task = Task("trap", Trap, CONTROLS, died=lambda step: bool(step.info["trap"]))
     agent = tiny_run.agent()
 
     def oracle(h, controls, monotone):
-        died = (controls[..., 1] == -1).cumsum(-1) > 0
+        died = (controls == torch.tensor(DEADLY)).all(-1).cumsum(-1) > 0
         scored = ((controls[..., 1] == 1).cumsum(-1) > 0) & ~died
         return Outlook(died.float(), scored.float())
 
@@ -133,7 +168,12 @@ def test_who_knows_what_each_control_does_is_found_to_be_right(tiny_run, monkeyp
     result = probe(agent, [task], number=64)["games"]["trap"]
     for kind in KINDS:
         assert result[kind]["cross_entropy"] < 1e-9
-        assert result[kind]["cases"] > 30
+        assert result[kind]["cases"] >= 64
     assert result["random"]["died"]["f1"] == result["random"]["scored"]["f1"] == 1
+    assert result["choices"]["moments"] > 20
+    assert result["choices"]["told_apart"] == 1
+    assert 0.2 < result["choices"]["random_died"] < 0.8
     monkeypatch.setattr(agent.model, "imagine_steps", lambda *given: Outlook(*(1 - p for p in oracle(*given))))
-    assert probe(agent, [task], number=16)["games"]["trap"]["random"]["cross_entropy"] > 5
+    wrong = probe(agent, [task], number=16)["games"]["trap"]
+    assert wrong["random"]["cross_entropy"] > 5
+    assert wrong["choices"]["told_apart"] == 0

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from presage import __version__, checkpoint, fused
-from presage.arena import Array, Chooser
+from presage.arena import Chooser
 from presage.batches import controls_table
 from presage.config import Config, at, check, from_json, to_json
 from presage.errors import RunError, UsageError
@@ -22,6 +22,7 @@ from presage.games import find
 from presage.graphs import Captured
 from presage.model import Model
 from presage.planner import Planner
+from presage.pools import Array
 from presage.tasks import FRAME, STACK, Spec, Task
 
 FRAMES = (STACK, FRAME, FRAME)

@@ -1,176 +1,23 @@
-"""Many games in parallel, of several kinds, behind one send and recv (S2, S13, S14).
+"""Many games in parallel, of several kinds, behind one send and recv: no-op starts (S13), serving (S14), the game loop.
 
-The only place that knows emulators: lives, ends, automatic restarts, no-op starts, serving. Rows are ordered by task:
-row r plays tasks[r // envs].
+Rows are ordered by task: row r plays tasks[r // envs].
 """
 
 import os
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from functools import cached_property, partial
-from typing import Any, NamedTuple, Protocol
+from functools import cached_property
+from typing import NamedTuple
 
-import gymnasium as gym
 import numpy as np
-from ale_py.vector_env import AtariVectorEnv
 
-from presage.errors import UsageError
 from presage.games import AtariTask
-from presage.tasks import FRAME, StepResult, Task
+from presage.pools import Array, AtariPool, GymPool, Pool, Step
+from presage.tasks import Task
 
-Array = np.ndarray[Any, np.dtype[Any]]
 Chooser = Callable[[Array, Array], Array]  # (frames uint8 [N, 84, 84], fresh bool [N]) -> actions int64 [N]
 
 MAX_FRAMES = 108_000  # an episode's cap, in emulator frames: 30 minutes of play
-SKIP = 4  # emulator frames a step
-SCREEN = (210, 160)  # the emulator's own pixels
-
-
-class Step(NamedTuple):
-    """What came back, [N] each. Where an episode ended, frames already shows the first frame of the next one."""
-
-    frames: Array  # uint8 [N, 84, 84]
-    rewards: Array  # float32
-    died: Array  # bool
-    scored: Array  # bool
-    ended: Array  # bool
-
-
-class Pool(Protocol):
-    """Several copies of one task."""
-
-    def reset(self, seeds: Array) -> Array: ...
-    def send(self, actions: Array) -> None: ...
-    def recv(self) -> Step: ...
-    def pictures(self) -> Array: ...
-    def close(self) -> None: ...
-
-
-class AtariPool:
-    """ale-py's vector environment: frame skip 4, maximum of the last two frames, grey 84×84, unclipped rewards.
-
-    coloured: twins play the same beside them, for people to look at.
-    """
-
-    def __init__(self, task: AtariTask, envs: int, sticky: float, threads: int, max_frames: int, coloured: bool):
-        self.task = task
-        # A seed makes the emulator load its ROM anew: slow, but the only reset that forgets everything (after a plain
-        # one many games, Demon Attack and Tennis among them, begin differently). A new emulator needs it for sticky
-        # actions only.
-        self.seed_now = sticky > 0
-        emulators = partial(
-            AtariVectorEnv,
-            task.name,
-            envs,
-            num_threads=threads,
-            max_num_frames_per_episode=max_frames,
-            repeat_action_probability=sticky,
-            autoreset_mode=gym.vector.AutoresetMode.SAME_STEP,  # no frame is lost and no step is a mere restart
-            stack_num=1,  # frames are stacked where they are used, so that each is kept once
-            frameskip=SKIP,
-            noop_max=0,  # the Arena does nothing by itself, in steps that are recorded
-            reward_clipping=False,
-            use_fire_reset=False,
-        )
-        self.envs = emulators(img_height=FRAME, img_width=FRAME)
-        self.twins = emulators(img_height=SCREEN[0], img_width=SCREEN[1], grayscale=False) if coloured else None
-
-    def reset(self, seeds: Array) -> Array:
-        frames, info = self.envs.reset(seed=seeds if self.seed_now else None)
-        if self.twins is not None:
-            self.screens = self.twins.reset(seed=seeds if self.seed_now else None)[0]
-        self.seed_now = True
-        self.lives: Array = info["lives"].copy()
-        return np.asarray(frames[:, 0])
-
-    def send(self, actions: Array) -> None:
-        self.envs.send(actions)
-        if self.twins is not None:
-            self.twins.send(actions)
-
-    def recv(self) -> Step:
-        if self.twins is not None:
-            self.screens = self.twins.recv()[0]
-        frames, rewards, terminated, truncated, info = self.envs.recv()
-        ended = terminated | truncated
-        if self.task.death == "lives":
-            died = terminated | (~ended & (info["lives"] < self.lives))  # after an end, lives are the next episode's
-        elif self.task.death == "negative_reward":
-            died = rewards < 0
-        else:
-            died = terminated
-        self.lives = info["lives"].copy()
-        return Step(frames[:, 0], rewards.astype(np.float32), died, rewards > 0, ended)
-
-    def pictures(self) -> Array:
-        """uint8 [envs, 210, 160, 3], of coloured pools; pixels are wider than high: the screen is 4:3."""
-        return np.asarray(self.screens[:, 0])
-
-    def close(self) -> None:
-        self.envs.close()
-        if self.twins is not None:
-            self.twins.close()
-
-
-class GymPool:
-    """Copies of a Gymnasium environment, one after the other."""
-
-    def __init__(self, task: Task, envs: int, max_frames: int):
-        self.task, self.max_steps = task, max_frames // SKIP  # the same time for all: 27,000 steps
-        self.envs = [task.make() for _ in range(envs)]
-        space = self.envs[0].action_space
-        if not isinstance(space, gym.spaces.Discrete) or space.start != 0 or space.n != len(task.controls):
-            raise UsageError(
-                f"{task.name}: the environment has {space} but the task has {len(task.controls)} "
-                "controls; there must be one for each discrete action."
-            )
-
-    def reset(self, seeds: Array) -> Array:
-        self.ages = [0] * len(self.envs)
-        self.frames = np.stack([self._frame(e.reset(seed=int(s))[0]) for e, s in zip(self.envs, seeds, strict=True)])
-        return self.frames
-
-    def send(self, actions: Array) -> None:
-        self.actions = actions
-
-    def recv(self) -> Step:
-        step = Step(*map(np.stack, zip(*map(self._step, range(len(self.envs)), self.actions), strict=True)))
-        self.frames = step.frames
-        return step
-
-    def pictures(self) -> Array:
-        """uint8 [envs, H, W, 3]: what the environments draw for people, or else what the network sees."""
-        drawn = [np.asarray(env.render()) if env.render_mode == "rgb_array" else None for env in self.envs]
-        grey = np.repeat(self.frames[..., None], 3, -1)
-        return np.stack([grey[i] if picture is None else picture for i, picture in enumerate(drawn)])
-
-    def close(self) -> None:
-        for env in self.envs:
-            env.close()
-
-    def _step(self, row: int, action: int) -> tuple[Array, ...]:
-        env = self.envs[row]
-        observation, reward, terminated, truncated, info = env.step(int(action))
-        self.ages[row] += 1
-        result = StepResult(float(reward), bool(terminated), bool(truncated) or self.ages[row] >= self.max_steps, info)
-        died, scored = self._rule("died", result), self._rule("scored", result)
-        ended = result.terminated or result.truncated
-        self.ages[row] = 0 if ended else self.ages[row]
-        frame = self._frame(env.reset()[0] if ended else observation)
-        return frame, np.float32(result.reward), np.bool_(died), np.bool_(scored), np.bool_(ended)  # type: ignore[return-value]
-
-    def _rule(self, name: str, result: StepResult) -> bool:
-        answer = getattr(self.task, name)(result)
-        if not isinstance(answer, bool | np.bool_):
-            raise UsageError(f"{self.task.name}: the rule {name} must return True or False, not {answer!r}.")
-        return bool(answer)
-
-    def _frame(self, observation: Any) -> Array:
-        frame = self.task.frame(observation)
-        if not isinstance(frame, np.ndarray) or frame.dtype != np.uint8 or frame.shape != (FRAME, FRAME):
-            got = f"{frame.dtype} {list(frame.shape)}" if isinstance(frame, np.ndarray) else type(frame).__name__
-            raise UsageError(f"{self.task.name}: frame must return uint8 [{FRAME}, {FRAME}], not {got}.")
-        return frame
 
 
 class Arena:
@@ -185,13 +32,14 @@ class Arena:
         threads: int = 0,
         max_frames: int = MAX_FRAMES,
         coloured: bool = False,
+        doubles: bool = False,
     ):
         self.tasks, self.envs, self.noop_max = tuple(tasks), envs, noop_max
         self.rows = len(tasks) * envs
         self.task_of = np.repeat(np.arange(len(tasks)), envs)  # [N]
         # The pools of all tasks play at once: together they have a thread for each core.
         each = threads or max(1, (os.cpu_count() or 1) // len(tasks))
-        self.options = (sticky, each, max_frames, coloured)
+        self.options = (sticky, each, max_frames, coloured, doubles)
         self.noop = np.array([task.noop for task in tasks])[self.task_of]
         self.serve = np.array([-1 if task.serve is None else task.serve for task in tasks])[self.task_of]
         self.under_way = False  # a step was sent and not yet received
@@ -244,6 +92,16 @@ class Arena:
         """What would really be played: doing nothing at first (S13), serving when due (S14)."""
         return np.where(self.noops_left > 0, self.noop, np.where(self.serve_due, self.serve, actions))
 
+    @property
+    def free(self) -> Array:
+        """bool [N]: the next action is not overruled."""
+        return np.asarray((self.noops_left == 0) & ~self.serve_due)
+
+    def try_out(self, row: int, sequences: Array) -> Array:
+        """What would come of each of these action sequences int [n, H]: died, scored and ended after each step, bool
+        [n, H, 3], all False after an end. Nothing is played; Atari games must have `doubles`."""
+        return self.pools[row // self.envs].try_out(row % self.envs, sequences)
+
     def send(self, actions: Array) -> Array:
         """Play one step; the actions really played."""
         played, idle = self.overruled(actions), self.noops_left > 0
@@ -281,17 +139,6 @@ class Arena:
         for row in np.flatnonzero(fresh):
             self.noops_left[row] = self.randoms[row].integers(self.noop_max + 1)
         self.serve_due |= fresh & (self.serve >= 0)
-
-
-def rehearse(task: Task) -> None:
-    """Open a task's environment and play one step: what is wrong with it shows before a run begins."""
-    pool = GymPool(task, 1, MAX_FRAMES)
-    try:
-        pool.reset(np.zeros(1, np.int32))
-        pool.send(np.array([task.noop]))
-        pool.recv()
-    finally:
-        pool.close()
 
 
 class Turn(NamedTuple):

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from presage.arena import Array
 from presage.events import Targets, targets
+from presage.pools import Array
 from presage.store import DIED, LAST, SCORED, Store
 from presage.tasks import Spec
 

@@ -109,8 +109,8 @@ def evaluate(
         max_frames: Where an episode is cut, in emulator frames: 30 minutes of play unless told.
         random: Play at random instead, in the same way: the score to beat.
         heldout: Do not play: tell how well it foresees what happens in cases that the run has held out.
-        probe: Do not count points: play out so many random sequences a game, and as many chosen ones, from states
-            of planned play, and tell how well it foresaw what came of them.
+        probe: Do not count points: at so many moments of planned play a game, try out plans that it considers and the
+            one it chooses, and tell how well it foresaw what comes of them and how well it chose.
         json: Print one JSON object on standard output and nothing else there.
     """
     from presage.agent import load
@@ -148,10 +148,16 @@ def _tell_probes(run: Path, agent: Any, games: Sequence[str], number: int, seed:
 
     made = provenance(agent.device)
     result = probe(agent, games or None, number, seed)
-    title = f"iteration {result['iteration']}, k = {result['k']}: sequences played out from states of planned play"
-    rows = [(game, f"{kind} sequences", found[kind]) for game, found in result["games"].items() for kind in KINDS]
-    if not _noted(run / "probes.jsonl", result | {"made": made}, json):
-        _print_foreseen(title, rows)
+    title = f"iteration {result['iteration']}, k = {result['k']}: plans tried out at moments of planned play"
+    rows = [(game, f"{kind} plans", found[kind]) for game, found in result["games"].items() for kind in KINDS]
+    if _noted(run / "probes.jsonl", result | {"made": made}, json):
+        return
+    _print_foreseen(title, rows)
+    table = Table("game", "moments", "random plans die", "chosen ones", "told apart", title="where it matters")
+    for game, found in result["games"].items():
+        shares = (f"{found['choices'][name]:.1%}" for name in ("random_died", "chosen_died", "told_apart"))
+        table.add_row(game, str(found["choices"]["moments"]), *shares)
+    Console().print(table)
 
 
 def _tell_knowledge(run: Path, iteration: int | None, games: Sequence[str], json: bool) -> None:

@@ -16,9 +16,10 @@ import numpy as np
 import torch
 
 from presage.agent import Agent, load
-from presage.arena import Arena, Array, Chooser, Turn, play
+from presage.arena import Arena, Chooser, Turn, play
 from presage.config import Config
 from presage.files import write_bytes
+from presage.pools import Array
 from presage.progress import Bar, Interrupt
 from presage.store import (
     HELDOUT,

@@ -12,9 +12,9 @@ from typing import Any
 
 import numpy as np
 
-from presage.arena import Array
 from presage.errors import UsageError
 from presage.live import REMEMBERED, Moment
+from presage.pools import Array
 from presage.tasks import Control
 
 LEAST = 1e-4  # probabilities are drawn between this and its complement, by their log-odds

@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 
 from presage.agent import Agent
-from presage.arena import MAX_FRAMES, Arena, Array, Chooser, play
+from presage.arena import MAX_FRAMES, Arena, Chooser, play
 from presage.collect import random_chooser, whole_seed
 from presage.errors import UsageError
 from presage.games import find
+from presage.pools import Array
 from presage.progress import Bar
 from presage.tasks import Spec, Task
 

@@ -127,12 +127,17 @@ def control(action: str) -> Control:
     )
 
 
+def load_rom(emulator: ALEInterface, name: str) -> None:
+    """Start an emulator of a game, or start it anew."""
+    ALEInterface.setLoggerMode(LoggerMode.Error)
+    emulator.loadROM(Path(str(roms.get_rom_path(name))))
+
+
 @cache
 def atari_task(name: str) -> AtariTask:
     """The game with its minimal action set, as the emulator knows it."""
-    ALEInterface.setLoggerMode(LoggerMode.Error)
     emulator = ALEInterface()
-    emulator.loadROM(Path(str(roms.get_rom_path(name))))
+    load_rom(emulator, name)
     actions = tuple(action.name for action in emulator.getMinimalActionSet())
     random, human = PAPER_SCORES.get(name) or SCORES.get(name) or (None, None)
     return AtariTask(

@@ -10,10 +10,11 @@ from typing import NamedTuple
 import numpy as np
 
 from presage.agent import Agent, AgentPlan
-from presage.arena import Arena, Array, Turn
+from presage.arena import Arena, Turn
 from presage.collect import of_task, whole_seed
 from presage.errors import UsageError
 from presage.games import find
+from presage.pools import Array
 from presage.store import RUN, ShardWriter
 from presage.tasks import STACK, Control, Task
 

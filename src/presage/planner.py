@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from presage.arena import Array
 from presage.events import Outlook
+from presage.pools import Array
 from presage.tasks import FRAME, STACK
 
 # (state [N, S], controls [N, k, H, 3]) -> P(died), P(scored), [N, k] each

@@ -7,10 +7,10 @@ from typing import Any
 import numpy as np
 
 from presage.agent import Agent
-from presage.arena import SKIP, Array
 from presage.drawing import DARK, GAME, rasterise, scene
 from presage.errors import UsageError
 from presage.live import Live, Moment
+from presage.pools import SKIP, Array
 from presage.progress import Bar
 from presage.tasks import Task
 

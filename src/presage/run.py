@@ -16,7 +16,6 @@ import torch
 
 from presage import __version__, checkpoint
 from presage.agent import Agent, device_of, load, read_config
-from presage.arena import rehearse
 from presage.checkpoint import Position
 from presage.collect import Player, open_arenas, shard_files
 from presage.config import Config, differences, to_json, with_fields
@@ -27,6 +26,7 @@ from presage.files import write_bytes, write_json
 from presage.games import AtariTask, find
 from presage.knowledge import heldout
 from presage.model import Model
+from presage.pools import rehearse
 from presage.progress import Interrupt, say
 from presage.store import HELDOUT, Budget, Store, budget, gpu_memory, machine_memory, shard_path
 from presage.tasks import Spec, Task

@@ -8,9 +8,9 @@ from pathlib import Path
 
 from presage import checkpoint
 from presage.agent import Agent, load
-from presage.arena import SKIP
 from presage.errors import UsageError
 from presage.live import Live, Moment
+from presage.pools import SKIP
 from presage.tasks import Control
 
 SPEED = 60 // SKIP  # the game's own, in steps a second

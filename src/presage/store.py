@@ -20,11 +20,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from presage.arena import Array, Turn
+from presage.arena import Turn
 from presage.config import Config
 from presage.errors import RunError
 from presage.events import stack_ages
 from presage.files import checksum, encode_tensors, read_tensors, write_bytes
+from presage.pools import Array
 from presage.tasks import FRAME, STACK, Task
 
 FORMAT = "presage-shard-2"

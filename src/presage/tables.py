@@ -7,6 +7,7 @@ from presage.agent import read_config
 from presage.arena import MAX_FRAMES
 from presage.config import at, differences, preset
 from presage.evaluation import bootstrap
+from presage.probe import KINDS
 from presage.run import Run, read_lines
 from presage.store import HELDOUT
 from presage.tasks import human_normalized
@@ -132,16 +133,29 @@ def known(run: Run) -> list[dict[str, Any]]:
 
 
 def probes(runs: Sequence[Run]) -> Rows:
-    """What `presage evaluate --probe` found: sequences played out blindly from states of planned play."""
-    rows: dict[tuple[Any, ...], dict[str, Any]] = {}
+    """What `presage evaluate --probe` found: plans tried out at moments of planned play."""
+    return [
+        row | {"sequences": kind} | flat(found[kind]) | overall(found[kind]["calibration"]["died"])
+        for row, found in probed(runs)
+        for kind in KINDS
+    ]
+
+
+def choices(runs: Sequence[Run]) -> Rows:
+    """How well plans were chosen at those of these moments at which it mattered."""
+    return [row | found["choices"] for row, found in probed(runs) if "choices" in found]  # which older probes lack
+
+
+def probed(runs: Sequence[Run]) -> Iterator[tuple[dict[str, Any], dict[str, Any]]]:
+    """Of each network, way to plan and game the last."""
+    last: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, Any]]] = {}
     for run in runs:
         for line in read_lines(run.path / "probes.jsonl"):
             how = {name: line[name] for name in ("iteration", "k", "monotone")}
-            for game, kinds in line["games"].items():
-                for kind, values in kinds.items():
-                    row = {"run": run.path.name} | how | {"game": game, "sequences": kind}
-                    rows[tuple(row.values())] = row | flat(values) | overall(values["calibration"]["died"])  # the last
-    return list(rows.values())
+            for game, found in line["games"].items():
+                row = {"run": run.path.name} | how | {"game": game}
+                last[tuple(row.values())] = row, found
+    yield from last.values()
 
 
 def overall(bins: Rows) -> dict[str, float]:
@@ -188,7 +202,7 @@ def speed(runs: Sequence[Run]) -> Rows:
     return rows
 
 
-ALL = (learning, heldout, played, scores, speed, knowledge, probes, steps, calibration)
+ALL = (learning, heldout, played, scores, speed, knowledge, probes, choices, steps, calibration)
 
 
 def summary(run: Run, tables: dict[str, Rows]) -> str:
@@ -227,6 +241,7 @@ def comparison(runs: Sequence[Run], tables: dict[str, Rows]) -> str:
             markdown(["run", *games], known),
             "The last network's loss on held-out cases of all iterations, each run's own (F1 of deaths, of points).\n",
             *([compared_probes(tables["probes"])] if tables["probes"] else []),
+            *([compared_choices(tables["choices"])] if tables["choices"] else []),
             *(f"- {run.path.name}: {made(run)}" for run in runs),
             "",
         ]
@@ -243,19 +258,36 @@ def compared_scores(rows: Rows, games: Sequence[str]) -> str:
 
 
 def compared_probes(rows: Rows) -> str:
-    titles = ["run", "network", "plans", "game", "sequences"]
+    titles = ["run", "network", "plans", "game", "tried out"]
     titles += ["loss", "the best constant's", "P(died) said", "happened", "F1"]
     lines = [
-        [row["run"], f"iteration {row['iteration']}", f"k {row['k']}" + ", monotone" * row["monotone"]]
-        + [row["game"], f"{row['cases']} {row['sequences']}"]
+        [*probed_where(row), f"{row['cases']} {row['sequences']}"]
         + [f"{row[name]:.3f}" for name in ("cross_entropy", "baseline_cross_entropy")]
-        + [f"{row[name]:.1%}".replace("%", " %") for name in ("died_said", "died_happened")]
+        + [percent(row[name]) for name in ("died_said", "died_happened")]
         + [f"{row['died_f1']:.2f}"]
         for row in rows
     ]
-    return (
-        f"{markdown(titles, lines)}\nSequences played out blindly from states of planned play; deaths over all steps.\n"
+    return f"{markdown(titles, lines)}\nPlans tried out at moments of planned play; deaths over all steps.\n"
+
+
+def compared_choices(rows: Rows) -> str:
+    titles = ["run", "network", "plans", "game", "moments", "random plans die", "chosen ones die", "told apart"]
+    shares = ("random_died", "chosen_died", "told_apart")
+    lines = [[*probed_where(row), str(row["moments"]), *(percent(row[name]) for name in shares)] for row in rows]
+    caption = (
+        "Of these moments those at which some random plans die and some do not. Told apart: of one that dies and one "
+        "that does not, the first is thought the more dangerous (by chance 50 %)."
     )
+    return f"{markdown(titles, lines)}\n{caption}\n"
+
+
+def probed_where(row: dict[str, Any]) -> list[str]:
+    plans = f"k {row['k']}" + ", monotone" * row["monotone"]
+    return [row["run"], f"iteration {row['iteration']}", plans, row["game"]]
+
+
+def percent(share: float) -> str:
+    return f"{100 * share:.1f} %"
 
 
 def told(rows: Rows) -> Rows:
