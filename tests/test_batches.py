@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from presage.batches import Batch, Sampler, heldout_rows, iteration_weight, stream
+from presage.batches import Batch, Measured, Sampler, heldout_rows, iteration_weight, stream
 from presage.store import Span
 
 
@@ -58,6 +58,43 @@ def test_an_updates_rows_depend_on_nothing_before_it():
     assert (a.rows(5, 10) == b.rows(5, 10)).all()
     assert (a.rows(5, 10) != a.rows(6, 10)).any()
     assert (Sampler(store_of(*SPANS), 3, 3, (8,)).rows(5, 10) != b.rows(5, 10)).any()
+
+
+def test_hard_cases_are_drawn_by_their_losses_and_each_task_as_often_as_before():
+    """Half of 1,000 rows; of task 0 two cases are known, with losses 1 : 3, of task 1 three, one without any loss."""
+    sampler = Sampler(store_of(*SPANS), 3, 3, (7,), hard=0.5)
+    evenly = np.stack([sampler.rows(update, 1000) for update in range(100)])
+    losses = torch.tensor([0.0, 1.0, 3.0, 2.0, 0.0, 2.0], dtype=torch.float64)
+    tasks = torch.tensor([0, 0, 1, 1, 1])
+    sampler.measured = Measured(torch.tensor([10, 60, 50, 90, 109]), tasks, losses.cumsum(0))
+    rows = np.stack([sampler.rows(update, 1000) for update in range(100)])
+    assert (rows[:, 500:] == evenly[:, 500:]).all()
+    counts = np.bincount(rows[:, :500].flatten(), minlength=115) / rows[:, :500].size
+    wanted = np.zeros(115)
+    wanted[[10, 60, 50, 90, 109]] = np.array([1 / 4, 3 / 4, 1 / 2, 0, 1 / 2]) / 2
+    assert counts[wanted == 0].sum() == 0
+    assert np.abs(counts - wanted).max() < 0.01  # five standard deviations
+
+
+def test_tasks_of_which_no_case_was_measured_are_drawn_evenly():
+    sampler = Sampler(store_of(*SPANS), 3, 3, (7,), hard=0.5)
+    evenly = sampler.rows(0, 1000)
+    sampler.measured = Measured(torch.tensor([10]), torch.tensor([0]), torch.tensor([0.0, 1.0], dtype=torch.float64))
+    rows = sampler.rows(0, 1000)
+    of_task_1 = ((evenly >= 50) & (evenly < 60)) | (evenly >= 90)
+    assert (rows == np.where(of_task_1 | (np.arange(1000) >= 500), evenly, 10)).all()
+
+
+def test_what_is_measured_is_what_would_be_drawn_ordered_by_task():
+    sampler = Sampler(store_of(*SPANS), 3, 3, (7,))
+    rows, tasks = sampler.to_measure(500, 20_000)
+    assert tasks.diff().min() == 0
+    of_task_1 = ((rows >= 50) & (rows < 60)) | (rows >= 90)
+    assert torch.equal(of_task_1, tasks == 1)
+    counts = np.bincount(rows.numpy(), minlength=115)
+    assert counts[0:10].sum() == counts[110:].sum() == 0  # nothing held out
+    assert counts[80:110].sum() / 20_000 == pytest.approx(3 / 4, abs=0.02)
+    assert not torch.equal(rows, sampler.to_measure(1000, 20_000)[0])
 
 
 def test_heldout_rows_are_spread_evenly_over_what_is_held_out():

@@ -133,24 +133,24 @@ def test_the_first_layer_on_blocks_is_the_same_convolution():
     assert torch.equal(blocks(frames.flatten(0, 1), newest, ages, torch.float32), repeated)
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, LOW])
-def test_perception(dtype):
+@pytest.mark.parametrize(("dtype", "motion"), [(torch.float32, False), (LOW, False), (torch.float32, True)])
+def test_perception(dtype, motion):
     """Its output, the gradient of every parameter, and the running statistics that it leaves behind.
 
     A unit whose input is within rounding of 0 may be on in one and off in the other, which shows in the gradients of
     all before it by a hundredth. So on a GPU, which adds up in another order each time, only the best of a few batches
     is held to rounding itself.
     """
-    errors = [perception_error(dtype, seed) for seed in ((3, 4, 5, 6) if DEVICE.type == "cuda" else (3,))]
+    errors = [perception_error(dtype, motion, seed) for seed in ((3, 4, 5, 6) if DEVICE.type == "cuda" else (3,))]
     assert min(errors) < TOLERANCE_DEEP[dtype], errors
     assert max(errors) < max(TOLERANCE_DEEP[dtype], 0.1), errors
 
 
-def perception_error(dtype, seed) -> float:
+def perception_error(dtype, motion, seed) -> float:
     """The gradients' largest. Low precision is held to its output and to gradients of matrices: in so small a batch
     the normalisations' own gradients are sums that nearly cancel."""
     torch.manual_seed(seed)
-    plain = Perception((16, 16, 32), 12).to(DEVICE).train()
+    plain = Perception((16, 16, 32), 12, motion).to(DEVICE).train()
     fused = copy.deepcopy(plain)
     frames, wanted = a_batch(6, 1).frames, torch.randn(6, 12, device=DEVICE)
     newest, ages = torch.arange(3, 24, 4, device=DEVICE), torch.full((24,), 3, dtype=torch.uint8, device=DEVICE)
@@ -194,7 +194,8 @@ def test_whole_updates_with_clamp_weight_decay_and_adam():
             assert states[1][i][key].stride() == states[0][i][key].stride()
 
 
-def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run):
+@pytest.mark.parametrize("motion", [False, True])
+def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run, motion):
     """Frames taken from where they lie, controls and targets made on the way: the same loss and weights."""
     tasks = find(TINY["games"])
     store = Store(tasks, Budget(1024, "gpu" if DEVICE.type == "cuda" else "memory", {}), DEVICE)
@@ -202,7 +203,8 @@ def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run):
         store.add(shard_path(tiny_run.path, 1, 1, task.name), 1, index, heldout=False)
     torch.manual_seed(5)
     rows = torch.randint(0, store.size, (4,), device=DEVICE)
-    one = Model(ModelConfig(channels=(16, 16, 16), state_size=12, hidden_size=20)).to(DEVICE).train()
+    config = ModelConfig(channels=(16, 16, 16), state_size=12, hidden_size=20, motion=motion)
+    one = Model(config).to(DEVICE).train()
     models, losses = (one, copy.deepcopy(one)), []
     for model, from_store in zip(models, (True, False), strict=True):
         optimizer = make_optimizer(model, TrainConfig())

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from presage.config import ModelConfig, preset
-from presage.model import LSTM, RRNN, Model, layer_norm, loss
+from presage.model import LSTM, MOTION, RRNN, Model, Perception, layer_norm, loss
 
 KINDS = ("rrnn", "lstm", "plain")
 
@@ -133,3 +133,18 @@ def test_the_loss_is_the_mean_over_unmasked_steps_and_both_outcomes():
     logits.requires_grad_()
     loss(logits, died, scored, mask).backward()
     assert logits.grad[0, 1].abs().sum() == 0  # what is masked teaches nothing
+
+
+def test_motion_is_the_newest_frame_and_the_changes_before_it():
+    """A network that is shown changes, and one that is shown frames and takes their differences itself: the same."""
+    torch.manual_seed(0)
+    shown = Perception((4, 4, 4), 8, motion=True).eval()
+    plain = Perception((4, 4, 4), 8).eval()
+    plain.load_state_dict(shown.state_dict())
+    change = shown.stages[0].weight.detach()  # [C, 4, 8, 8], the last for the newest frame
+    weight = torch.cat([torch.zeros_like(change[:, :1]), MOTION * change[:, :3]], 1)  # to the later frame of each pair
+    weight[:, :3] -= MOTION * change[:, :3]  # from the earlier
+    weight[:, 3] += change[:, 3]
+    plain.stages[0].weight.data.copy_(weight)
+    frames, _ = inputs()
+    torch.testing.assert_close(shown(frames), plain(frames), rtol=1e-4, atol=1e-4)

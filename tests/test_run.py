@@ -332,6 +332,18 @@ def test_interrupted_at_an_odd_update_it_ends_with_the_same_bits(tiny_run, tmp_p
     assert stages(run)[0] == stages(tiny_run.path)[0]
 
 
+def test_interrupted_between_two_measurements_of_hard_cases_it_ends_with_the_same_bits(tiny_run, tmp_path):
+    """Which cases are hard was found with weights that are gone by then: a checkpoint keeps it."""
+    arguments = (*ARGUMENTS, "--hard", "0.5")
+    code = KILL_AT.format(module="presage.training", name="update_once", n=3).replace("SIGKILL", "SIGINT")
+    assert cli(*arguments, "--run", tmp_path / "whole").returncode == 0
+    assert cli(*arguments, "--run", tmp_path / "run", code=f"exec({code!r})").returncode == 130
+    assert (tmp_path / "run/checkpoints/partial-01-0000003/measured.safetensors").exists()
+    assert cli(*arguments, "--run", tmp_path / "run").returncode == 0
+    assert weights(tmp_path / "run") == weights(tmp_path / "whole") != weights(tiny_run.path)
+    assert not list(tmp_path.rglob("iter-*/measured.safetensors"))
+
+
 FULL_AT = """
 import builtins, errno, io, pathlib
 _open = pathlib.Path.open

@@ -10,8 +10,16 @@ import presage
 from conftest import weights
 from presage.batches import Batch
 from presage.config import ModelConfig, TrainConfig, preset, with_fields
-from presage.model import Model
-from presage.training import learning_rate, make_optimizer, one_by_one, take_statistics, update_once
+from presage.model import Model, loss
+from presage.training import (
+    learning_rate,
+    lessons,
+    make_optimizer,
+    measure,
+    one_by_one,
+    take_statistics,
+    update_once,
+)
 
 
 def some_batch(size=6, horizon=5) -> Batch:
@@ -81,6 +89,47 @@ def test_batch_norms_statistics_for_play_are_of_the_weights_as_they_are():
         torch.testing.assert_close(norm.running_mean, seen.mean(1), rtol=1e-3, atol=1e-4)  # sums of float32
         torch.testing.assert_close(norm.running_var, seen.var(1), rtol=0.05, atol=1e-6)  # within batches
         assert norm.momentum == 0.1
+
+
+def test_measuring_tells_each_cases_loss_and_leaves_the_network_as_it_was(monkeypatch):
+    model, batch = small_model().train(), some_batch(6)
+    before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    monkeypatch.setattr("presage.training.assemble", lambda store, rows, horizon: Batch(*(t[rows] for t in batch)))
+    store = SimpleNamespace(home=torch.device("cpu"), device=torch.device("cpu"))
+    found = measure(model, SimpleNamespace(store=store, horizon=5, fast=False), torch.arange(6))
+    logits = model(batch.frames, batch.controls)
+    alone = [loss(*(part[i : i + 1] for part in (logits, *batch[2:]))) for i in range(6)]
+    torch.testing.assert_close(found, torch.stack(alone).detach())
+    model.load_state_dict(before)
+    measure(model, SimpleNamespace(store=store, horizon=5, fast=False), torch.arange(6))
+    for name, tensor in model.state_dict().items():
+        assert torch.equal(tensor, before[name]) or "num_batches" in name, name
+    assert all(n.momentum == 0.1 for n in model.modules() if isinstance(n, torch.nn.BatchNorm2d))
+
+
+@pytest.mark.parametrize(("start", "measured_before"), [(0, [0, 500, 1000]), (3, [500, 1000]), (500, [500, 1000])])
+def test_each_round_begins_with_measuring_wherever_training_goes_on(monkeypatch, start, measured_before):
+    asked, given = [], []
+    sampler = SimpleNamespace(hard=0.5, measured="what was saved")
+
+    def to_measure(update, size):
+        asked.append((update, size))
+        return torch.zeros(size), torch.zeros(size)
+
+    def inputs(sampler, updates):
+        for update in updates:
+            given.append((update, sampler.measured))
+            yield update
+
+    sampler.to_measure = to_measure
+    monkeypatch.setattr("presage.training.measure", lambda model, updater, rows: torch.ones(len(rows)))
+    updater = SimpleNamespace(size=4, inputs=inputs)
+    assert list(lessons(None, updater, sampler, range(start, 1200))) == list(range(start, 1200))
+    assert asked == [(update, 400) for update in measured_before]
+    assert (given[0][1] == "what was saved") == (start == 3)
+    sampler.hard = 0.0
+    assert len(list(lessons(None, updater, sampler, range(start, 1200)))) == 1200 - start
+    assert len(asked) == len(measured_before)
 
 
 def test_rows_are_fetched_a_chunk_ahead_and_handed_out_in_order():

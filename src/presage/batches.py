@@ -14,6 +14,8 @@ from presage.pools import Array
 from presage.store import DIED, LAST, SCORED, Store
 from presage.tasks import Spec
 
+MEASURED = 12  # which generator a seed is for
+
 
 class Batch(NamedTuple):
     frames: Tensor  # uint8 [B, 4, 84, 84]
@@ -36,15 +38,36 @@ def iteration_weight(iteration: int, growth: float, every: int) -> float:
     return float(growth ** ((iteration - 1) // every))
 
 
-class Sampler:
-    """Draws an iteration by its weight, a task evenly, then one of their cases evenly."""
+class Measured(NamedTuple):
+    """Cases as they would be drawn, and how wrong a network was about each."""
 
-    def __init__(self, store: Store, growth: float, every: int, seed: Sequence[int]):
-        self.seed = list(seed)
+    rows: Tensor  # int64 [n], ordered by task
+    tasks: Tensor  # int64 [n]
+    up_to: Tensor  # float64 [n + 1]: their losses, added up
+
+    def replace(self, rows: Array, tasks: Array, random: np.random.Generator) -> Array:
+        """Other rows of the same tasks, the likelier the wronger the network was about them."""
+        up_to, of_task = self.up_to.numpy(), self.tasks.numpy()
+        first, last = up_to[np.searchsorted(of_task, tasks)], up_to[np.searchsorted(of_task, tasks, "right")]
+        place = np.searchsorted(up_to, first + random.random(len(tasks)) * (last - first), "right") - 1
+        hard = self.rows.numpy()[np.minimum(place, len(of_task) - 1)]
+        return np.where(last > first, hard, rows)
+
+
+class Sampler:
+    """Draws an iteration by its weight, a task evenly, then one of their cases evenly.
+
+    `hard`: the share of cases that are drawn from `measured` instead, once some are.
+    """
+
+    def __init__(self, store: Store, growth: float, every: int, seed: Sequence[int], hard: float = 0.0):
+        self.seed, self.hard = list(seed), hard
+        self.measured: Measured | None = None
         spans = sorted((s for s in store.spans if not s.heldout), key=lambda span: (span.iteration, span.task))
         cells = sorted({(span.iteration, span.task) for span in spans})
         weights = np.array([iteration_weight(iteration, growth, every) for iteration, _ in cells])
         self.chances = weights / weights.sum()
+        self.task_of = np.array([task for _, task in cells])
         self.sizes = np.array([sum(s.stop - s.start for s in spans if (s.iteration, s.task) == cell) for cell in cells])
         # Cases are numbered through all spans, cell by cell; the spans' cumulated sizes turn such a number into a row.
         self.firsts = np.cumsum(self.sizes) - self.sizes  # of each cell
@@ -55,6 +78,20 @@ class Sampler:
         """The same rows for the same update, whatever came before: so a resumed run needs no generator's state."""
         random = np.random.default_rng([*self.seed, update])
         cells = random.choice(len(self.chances), size, p=self.chances)
+        rows = self._evenly(cells, random)
+        if self.measured is not None:
+            hard = round(self.hard * size)
+            rows[:hard] = self.measured.replace(rows[:hard], self.task_of[cells[:hard]], random)
+        return rows
+
+    def to_measure(self, update: int, size: int) -> tuple[Tensor, Tensor]:
+        """Rows to measure before this update, and their tasks, by which they are ordered."""
+        random = np.random.default_rng([*self.seed, update, MEASURED])
+        cells = random.choice(len(self.chances), size, p=self.chances)
+        cells = cells[np.argsort(self.task_of[cells], kind="stable")]
+        return torch.from_numpy(self._evenly(cells, random)), torch.from_numpy(self.task_of[cells])
+
+    def _evenly(self, cells: Array, random: np.random.Generator) -> Array:
         numbers = self.firsts[cells] + random.integers(self.sizes[cells])
         return np.asarray(numbers + self.shifts[np.searchsorted(self.ends, numbers, side="right")])
 

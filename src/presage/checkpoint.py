@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from presage import __version__
+from presage.batches import Measured
 from presage.errors import RunError, UsageError
 from presage.files import checksum, encode_tensors, flush_folder, read_json, read_tensors, write_bytes, write_json
 from presage.model import Model
@@ -37,8 +38,17 @@ class Position:
         return f"iter-{self.iteration:02d}" if self.finished else f"partial-{self.iteration:02d}-{self.update:07d}"
 
 
-def save(run: Path, position: Position, model: Model, optimizer: torch.optim.Adam) -> None:
-    """A new folder appears at once and whole; older unfinished ones then go. A network that is lost is not saved."""
+def save(
+    run: Path,
+    position: Position,
+    model: Model,
+    optimizer: torch.optim.Adam,
+    measured: Measured | None = None,
+) -> None:
+    """A new folder appears at once and whole; older unfinished ones then go. A network that is lost is not saved.
+
+    measured: the cases that are drawn from until others are measured, in the middle of an iteration.
+    """
     if not all(bool(tensor.isfinite().all()) for tensor in model.state_dict().values()):
         raise RunError("the network's weights are no longer numbers; the last checkpoint stands: use a lower --lr.")
     folder, building = run / "checkpoints" / position.folder, run / "checkpoints" / ".saving"
@@ -49,6 +59,8 @@ def save(run: Path, position: Position, model: Model, optimizer: torch.optim.Ada
             "model.safetensors": encode_tensors(model.state_dict()),
             "optimizer.safetensors": encode_tensors(_flatten(optimizer)),
         }
+        if measured is not None:
+            files["measured.safetensors"] = encode_tensors(measured._asdict())
         for name, data in files.items():
             write_bytes(building / name, data)
         state = {"format": FORMAT, "version": __version__, "iteration": position.iteration, "update": position.update}
@@ -88,7 +100,8 @@ def load_model(folder: Path, model: Model) -> None:
     model.load_state_dict(tensors)
 
 
-def load(run: Path, position: Position, model: Model, optimizer: torch.optim.Adam) -> None:
+def load(run: Path, position: Position, model: Model, optimizer: torch.optim.Adam) -> Measured | None:
+    """Restore both; the cases that were measured, if any."""
     folder = run / "checkpoints" / position.folder
     try:
         load_model(folder, model)
@@ -96,6 +109,9 @@ def load(run: Path, position: Position, model: Model, optimizer: torch.optim.Ada
         _restore(
             optimizer, read_tensors(folder / "optimizer.safetensors", _recorded(state, folder, "optimizer.safetensors"))
         )
+        if not (file := folder / "measured.safetensors").exists():
+            return None
+        return Measured(**read_tensors(file, _recorded(state, folder, file.name)))
     except RunError as error:
         raise RunError(f"{error} Delete {folder} to go on from the checkpoint before it.") from None
 

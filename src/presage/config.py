@@ -60,6 +60,8 @@ class ModelConfig:
     """Width of f, the function inside the RRNN."""
     layer_norm: bool = True
     """Normalise h before f; off: the ablation."""
+    motion: bool = False
+    """Show Perception the newest frame and what changed from each frame to the next, instead of four frames."""
 
 
 @dataclass(frozen=True)
@@ -82,6 +84,8 @@ class TrainConfig:
     """Factor by which the sampling weight of newer iterations grows ..."""
     weight_every: int = 3
     """... each time this many iterations have passed."""
+    hard: float = 0.0
+    """Share of each batch that is drawn by how wrong the network is about a case: hard ones come more often."""
     checkpoint_every: int = 2_000
     """Updates between checkpoints inside a training phase, at least."""
     log_every: int = 500
@@ -263,8 +267,9 @@ def check(config: Config) -> Config:
             raise UsageError(f"{name} must be a number that is not negative, not {number}.")
     if data.sticky > 1:
         raise UsageError(f"sticky is a chance between 0 and 1, not {data.sticky}.")
-    if not 0 <= data.stray < 1:
-        raise UsageError(f"stray is a share from 0 to less than 1, not {data.stray}.")
+    for name, share in (("stray", data.stray), ("hard", train.hard)):
+        if not 0 <= share < 1:
+            raise UsageError(f"{name} is a share from 0 to less than 1, not {share}.")
     for name in ("first_steps", "later_steps", "heldout_steps"):
         if whole[name] % data.envs:
             raise UsageError(f"{name} ({whole[name]}) must be a multiple of envs ({data.envs}).")

@@ -28,17 +28,25 @@ WARPS = 2
 
 
 @triton.jit
-def _blocks_kernel(frames, newest, ages, out, side: tl.constexpr, channels: tl.constexpr, padded: tl.constexpr):
-    """Frames uint8 [., 4·side, 4·side] -> [B, side, side, channels·16] in [0, 1]; a program makes a row of blocks."""
+def _blocks_kernel(
+    frames, newest, ages, out, side: tl.constexpr, channels: tl.constexpr, motion: tl.constexpr, padded: tl.constexpr
+):
+    """Frames uint8 [., 4·side, 4·side] -> [B, side, side, channels·16] in [0, 1] or, if there is `motion`, what changed
+    by the next frame, that many times enlarged; a program makes a row of blocks."""
     program = tl.program_id(0)
     image, by = program // side, program % side
     at = tl.arange(0, padded)
     bx, inside = at // (channels * 16), at % (channels * 16)
     channel, dy, dx = inside // 16, inside // 4 % 4, inside % 4
     row = tl.load(newest + image)  # int64: a store has more than 2³¹ pixels
-    frame = row - tl.minimum(channels - 1 - channel, tl.load(ages + row).to(tl.int32))
-    source = (frame * side * 4 + by * 4 + dy) * side * 4 + bx * 4 + dx
-    value = tl.load(frames + source, mask=bx < side, other=0).to(tl.float32) / 255.0
+    age, pixel = tl.load(ages + row).to(tl.int32), (by * 4 + dy) * side * 4 + bx * 4 + dx
+    frame = frames + (row - tl.minimum(channels - 1 - channel, age)) * side * side * 16
+    value = tl.load(frame + pixel, mask=bx < side, other=0).to(tl.float32) / 255.0
+    if motion != 0:
+        older = channel < channels - 1
+        frame = frames + (row - tl.minimum(channels - 2 - channel, age)) * side * side * 16
+        later = tl.load(frame + pixel, mask=(bx < side) & older, other=0).to(tl.float32) / 255.0
+        value = tl.where(older, motion * (later - value), value)
     tl.store(out + program * side * channels * 16 + at, value.to(out.dtype.element_ty), mask=bx < side)
 
 
@@ -208,8 +216,9 @@ def _convolution_backward_kernel(
     _leave(total, x, x_z, x_sums, grad_x, x_grad_sums, row, channel, cases, channels, eps)
 
 
-def blocks(frames: Tensor, newest: Tensor, ages: Tensor, dtype: torch.dtype) -> Tensor:
-    """frames uint8 [N, 84, 84], the newest of each stack int64 [B] -> [B, 64, 21, 21] in [0, 1], channels last.
+def blocks(frames: Tensor, newest: Tensor, ages: Tensor, dtype: torch.dtype, motion: float = 0.0) -> Tensor:
+    """frames uint8 [N, 84, 84], the newest of each stack int64 [B] -> [B, 64, 21, 21] in [0, 1], channels last; with
+    motion, changes from frame to frame, that many times enlarged, instead of all but the newest.
 
     ages [N]: how many older frames of its episode lie before a frame; where there are too few, the oldest is repeated.
     Each block of 4×4 pixels becomes channels: an 8×8 convolution with stride 4 over four channels is a 2×2 one over
@@ -218,7 +227,7 @@ def blocks(frames: Tensor, newest: Tensor, ages: Tensor, dtype: torch.dtype) -> 
     batch, side = len(newest), frames.shape[1] // BLOCK
     out = torch.empty(batch, side, side, STACK * BLOCK**2, dtype=dtype, device=frames.device)
     padded = triton.next_power_of_2(side * STACK * BLOCK**2)
-    _blocks_kernel[(batch * side,)](frames, newest, ages, out, side, STACK, padded)
+    _blocks_kernel[(batch * side,)](frames, newest, ages, out, side, STACK, motion, padded)
     return out.permute(0, 3, 1, 2)
 
 

@@ -21,7 +21,7 @@ from presage.fused_layers import (
 )  # fmt: skip
 from presage.fused_prediction import product
 from presage.graphs import Branch
-from presage.model import Perception
+from presage.model import MOTION, Perception
 
 
 class Seen(NamedTuple):
@@ -47,7 +47,7 @@ def forward(
         room = (part.view(2, -1) for part in torch.split(torch.zeros(sum(sizes), device=frames.device), sizes))
         kernels[0] = block_weights(kernels[0]).contiguous(memory_format=torch.channels_last)
         out_weight = pixels_first(out_weight, norms[-1].num_features)
-    x = blocks(frames, newest, ages, out_weight.dtype)
+    x = blocks(frames, newest, ages, out_weight.dtype, MOTION * perception.motion)
     branch.join()
     layers: list[Layer] = []
     for stage in range(0, len(kernels), 3):  # a strided layer, then a residual block of two

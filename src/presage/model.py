@@ -13,6 +13,7 @@ from presage.tasks import FRAME, STACK
 
 CONTROL = 3  # numbers in a control
 OUTCOMES = 2  # died, scored
+MOTION = 4.0  # by how much changes are enlarged: a ball is a pixel or two
 
 
 class ResidualBlock(nn.Module):
@@ -31,8 +32,9 @@ class ResidualBlock(nn.Module):
 class Perception(nn.Module):
     """Four frames -> h0. Three stages, each a strided layer and a residual block, all with batch norm and ReLU (S4)."""
 
-    def __init__(self, channels: tuple[int, int, int], state_size: int):
+    def __init__(self, channels: tuple[int, int, int], state_size: int, motion: bool = False):
         super().__init__()
+        self.motion = motion
         stages: list[nn.Module] = []
         before, side = STACK, FRAME
         for after, (kernel, stride) in zip(channels, ((8, 4), (4, 2), (3, 2)), strict=True):
@@ -46,6 +48,8 @@ class Perception(nn.Module):
 
     def forward(self, frames: Tensor) -> Tensor:
         x = frames.to(torch.float32, memory_format=torch.channels_last) / 255  # [B, 4, 84, 84]
+        if self.motion:
+            x = torch.cat([MOTION * x.diff(dim=1), x[:, -1:]], 1).contiguous(memory_format=torch.channels_last)
         return self.out(self.stages(x).flatten(1))  # type: ignore[no-any-return]  # [B, S]
 
 
@@ -129,7 +133,7 @@ def layer_norm(h: Tensor) -> Tensor:
 class Model(nn.Module):
     def __init__(self, config: ModelConfig):
         super().__init__()
-        self.perception = Perception(config.channels, config.state_size)
+        self.perception = Perception(config.channels, config.state_size, config.motion)
         self.prediction: RRNN | LSTM
         if config.prediction == "lstm":
             self.prediction = LSTM(config.state_size, config.hidden_size)
@@ -176,7 +180,17 @@ def outlook(logits: Tensor) -> Outlook:
 
 def loss(logits: Tensor, died: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
     """Mean binary cross-entropy over both outcomes and all unmasked steps (S21)."""
-    wanted = torch.stack([died, scored], -1).float()  # [B, H, 2]
-    each = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none")
-    weight = mask[..., None].float()
+    each, weight = _cross_entropies(logits, died, scored, mask)
     return (each * weight).sum() / (weight.sum() * OUTCOMES)
+
+
+def case_losses(logits: Tensor, died: Tensor, scored: Tensor, mask: Tensor) -> Tensor:
+    """The same of each case by itself [B]; its first step is never masked."""
+    each, weight = _cross_entropies(logits, died, scored, mask)
+    return (each * weight).sum((1, 2)) / (weight.sum((1, 2)) * OUTCOMES)
+
+
+def _cross_entropies(logits: Tensor, died: Tensor, scored: Tensor, mask: Tensor) -> tuple[Tensor, Tensor]:
+    """Of each case, step and outcome [B, H, 2]; and which count [B, H, 1]."""
+    wanted = torch.stack([died, scored], -1).float()
+    return F.binary_cross_entropy_with_logits(logits, wanted, reduction="none"), mask[..., None].float()

@@ -16,6 +16,7 @@ import torch
 
 from presage import __version__, checkpoint
 from presage.agent import Agent, device_of, load, read_config
+from presage.batches import Measured
 from presage.checkpoint import Position
 from presage.collect import Player, open_arenas, shard_files
 from presage.config import Config, differences, to_json, with_fields
@@ -72,7 +73,7 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
         agree(path, config, tasks)
         device = device_of(config.machine.device)
         fix_threads(config)
-        model, optimizer, position = restore(path, config, device)
+        model, optimizer, position, unfinished = restore(path, config, device)
         if position.is_past(config.iterations):
             say(f"{path} is finished: {config.iterations} iterations. `presage evaluate {path}` plays with it.")
             return Run(path, config)
@@ -93,12 +94,12 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
             player.look_ahead(iteration)
 
             # Learn, from where a checkpoint inside this iteration left off.
-            def save(update: int, iteration: int = iteration) -> None:
-                checkpoint.save(path, Position(iteration, update, finished=False), model, optimizer)
+            def save(update: int, measured: Measured | None, iteration: int = iteration) -> None:
+                checkpoint.save(path, Position(iteration, update, finished=False), model, optimizer, measured)
 
-            start = position.update if iteration == position.iteration else 0
+            start, measured = (position.update, unfinished) if iteration == position.iteration else (0, None)
             log = partial(metrics.log, "train", iteration)
-            train_phase(model, optimizer, updater, config, iteration, start, save, log, interrupt)
+            train_phase(model, optimizer, updater, config, iteration, start, measured, save, log, interrupt)
             clock.lap("train")
 
             # Look, and finish.
@@ -212,8 +213,10 @@ def agree(path: Path, config: Config, tasks: Sequence[Task]) -> None:
     write_json(path / "config.json", head | to_json(config) | {"tasks": [Spec.of(task)._asdict() for task in tasks]})
 
 
-def restore(path: Path, config: Config, device: torch.device) -> tuple[Model, torch.optim.Adam, Position]:
-    """The network as the newest checkpoint left it, or a new one."""
+def restore(
+    path: Path, config: Config, device: torch.device
+) -> tuple[Model, torch.optim.Adam, Position, Measured | None]:
+    """The network as the newest checkpoint left it, or a new one; what else training was in the middle of."""
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(config.seed)
         model = Model(config.model)
@@ -223,10 +226,10 @@ def restore(path: Path, config: Config, device: torch.device) -> tuple[Model, to
     model.to(device)
     optimizer = make_optimizer(model, config.train)
     if position is None:
-        return model, optimizer, Position(1, 0, finished=False)
-    checkpoint.load(path, position, model, optimizer)
+        return model, optimizer, Position(1, 0, finished=False), None
+    measured = checkpoint.load(path, position, model, optimizer)
     say(f"going on with {path} after {position.folder}")
-    return model, optimizer, position
+    return model, optimizer, position, measured
 
 
 def donor(config: Config) -> Agent:

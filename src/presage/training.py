@@ -3,7 +3,7 @@
 import math
 import time
 from collections.abc import Callable, Generator, Iterator
-from contextlib import closing
+from contextlib import closing, contextmanager
 from typing import Any
 
 import numpy as np
@@ -11,11 +11,11 @@ import torch
 from torch import Tensor, nn
 
 from presage import fused
-from presage.batches import Batch, Sampler, assemble, stream
+from presage.batches import Batch, Measured, Sampler, assemble, stream
 from presage.config import Config, TrainConfig, at
 from presage.errors import RunError
 from presage.graphs import Captured
-from presage.model import Model, loss
+from presage.model import Model, case_losses, loss
 from presage.progress import Bar, Interrupt
 from presage.store import Store
 
@@ -23,6 +23,9 @@ SAMPLER = 3  # which generator a seed is for
 AT_ONCE = 100  # updates whose rows go to a GPU together
 WARM_UP = 100  # updates, with lr_decay = cosine
 STATISTICS = 100  # batches that batch norm's statistics are taken from, at most
+ROUND = 500  # updates after which it is measured anew which cases are hard ...
+POOL = 100  # ... among the cases of so many batches
+MEASURED_AT_ONCE = {"cuda": 2_500, "cpu": 250}
 
 
 def learning_rate(config: Config, iteration: int, update: int) -> float:
@@ -125,20 +128,25 @@ def train_phase(
     config: Config,
     iteration: int,
     start: int,
-    save: Callable[[int], None],
+    measured: Measured | None,
+    save: Callable[[int, Measured | None], None],
     log: Callable[[dict[str, Any]], None],
     interrupt: Interrupt,
 ) -> None:
-    """Updates start … updates - 1 of an iteration; save(n) is called when n are done and it is time."""
+    """Updates start … updates - 1 of an iteration; save(n, measured) is called when n are done and it is time.
+
+    measured: where it goes on in the middle, the cases that hard ones are drawn from.
+    """
     train, store = config.train, updater.store
-    sampler = Sampler(store, train.weight_growth, train.weight_every, (config.seed, iteration, SAMPLER))
+    sampler = Sampler(store, train.weight_growth, train.weight_every, (config.seed, iteration, SAMPLER), train.hard)
+    sampler.measured = measured
     updates = range(start, train.updates)
     model.train()
     if train.trainable == "valuation":
         model.perception.eval()  # a frozen Perception keeps its batch statistics
     recent, saved = Recent(store.device), time.monotonic()
     with (
-        closing(updater.inputs(sampler, updates)) as inputs,
+        closing(lessons(model, updater, sampler, updates)) as inputs,
         Bar(f"iteration {iteration}: train", train.updates, "updates", start) as bar,
     ):
         for update in updates:
@@ -155,11 +163,50 @@ def train_phase(
                 bar.advance(0, f"loss {recent.loss():.4f}")
                 log({"update": done, "lr": lr, **recent.told()})
             if due:  # after the line above, so that a run which goes on from here has it, once
-                save(done)
+                save(done, sampler.measured)
                 saved = time.monotonic()
             interrupt.check()
     if train.trainable == "all":
+        sampler.measured = None  # for play, of cases as they come
         take_statistics(model, updater, sampler, range(train.updates, train.updates + min(train.updates, STATISTICS)))
+
+
+def lessons(model: Model, updater: Updater, sampler: Sampler, updates: range) -> Generator[tuple[Tensor, ...]]:
+    """What each update in turn is given. If hard cases are wanted, each round begins with measuring which are."""
+    if not sampler.hard:
+        yield from updater.inputs(sampler, updates)
+        return
+    for first in (updates.start, *range((updates.start // ROUND + 1) * ROUND, updates.stop, ROUND)):
+        if first % ROUND == 0:
+            rows, tasks = sampler.to_measure(first, POOL * updater.size)
+            losses = measure(model, updater, rows).double()
+            sampler.measured = Measured(rows, tasks, torch.cat([losses.new_zeros(1), losses.cumsum(0)]))
+        yield from updater.inputs(sampler, range(first, min((first // ROUND + 1) * ROUND, updates.stop)))
+
+
+@torch.no_grad()
+def measure(model: Model, updater: Updater, rows: Tensor) -> Tensor:
+    """How wrong the network is about each of these cases [n], with the statistics of a batch, as it is trained."""
+    store, parts = updater.store, []
+    with fixed_statistics(model):
+        for some in torch.split(rows, MEASURED_AT_ONCE[store.device.type]):
+            batch = Batch(*(part.to(store.device) for part in assemble(store, some.to(store.home), updater.horizon)))
+            with torch.autocast(store.device.type, fused.LOW, enabled=updater.fast):
+                logits = model(batch.frames, batch.controls)
+            parts.append(case_losses(logits.float(), batch.died, batch.scored, batch.mask))
+    return torch.cat(parts).cpu()
+
+
+@contextmanager
+def fixed_statistics(model: Model) -> Iterator[None]:
+    """Batch norm goes by the batch and remembers nothing of it."""
+    norms = [part for part in model.modules() if isinstance(part, nn.BatchNorm2d)]
+    usual = [norm.momentum for norm in norms]
+    for norm in norms:
+        norm.momentum = 0.0
+    yield
+    for norm, momentum in zip(norms, usual, strict=True):
+        norm.momentum = momentum
 
 
 @torch.no_grad()
