@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from presage.batches import Batch, Measured, Sampler, heldout_rows, iteration_weight, stream
+from presage.batches import Batch, HardCases, Measured, Sampler, heldout_rows, iteration_weight, stream
 from presage.store import Span
 
 
@@ -62,11 +62,10 @@ def test_an_updates_rows_depend_on_nothing_before_it():
 
 def test_hard_cases_are_drawn_by_their_losses_and_each_task_as_often_as_before():
     """Half of 1,000 rows; of task 0 two cases are known, with losses 1 : 3, of task 1 three, one without any loss."""
-    sampler = Sampler(store_of(*SPANS), 3, 3, (7,), hard=0.5)
+    sampler = Sampler(store_of(*SPANS), 3, 3, (7,), share=0.5)
     evenly = np.stack([sampler.rows(update, 1000) for update in range(100)])
-    losses = torch.tensor([0.0, 1.0, 3.0, 2.0, 0.0, 2.0], dtype=torch.float64)
-    tasks = torch.tensor([0, 0, 1, 1, 1])
-    sampler.measured = Measured(torch.tensor([10, 60, 50, 90, 109]), tasks, losses.cumsum(0))
+    tasks, losses = torch.tensor([1, 0, 1, 0, 1]), torch.tensor([2.0, 1.0, 0.0, 3.0, 2.0])
+    sampler.hard = HardCases(Measured(torch.tensor([50, 10, 90, 60, 109]), tasks, losses))
     rows = np.stack([sampler.rows(update, 1000) for update in range(100)])
     assert (rows[:, 500:] == evenly[:, 500:]).all()
     counts = np.bincount(rows[:, :500].flatten(), minlength=115) / rows[:, :500].size
@@ -77,24 +76,31 @@ def test_hard_cases_are_drawn_by_their_losses_and_each_task_as_often_as_before()
 
 
 def test_tasks_of_which_no_case_was_measured_are_drawn_evenly():
-    sampler = Sampler(store_of(*SPANS), 3, 3, (7,), hard=0.5)
+    sampler = Sampler(store_of(*SPANS), 3, 3, (7,), share=0.5)
     evenly = sampler.rows(0, 1000)
-    sampler.measured = Measured(torch.tensor([10]), torch.tensor([0]), torch.tensor([0.0, 1.0], dtype=torch.float64))
+    sampler.hard = HardCases(Measured(torch.tensor([10]), torch.tensor([0]), torch.tensor([1.0])))
     rows = sampler.rows(0, 1000)
     of_task_1 = ((evenly >= 50) & (evenly < 60)) | (evenly >= 90)
     assert (rows == np.where(of_task_1 | (np.arange(1000) >= 500), evenly, 10)).all()
 
 
-def test_what_is_measured_is_what_would_be_drawn_ordered_by_task():
+def test_what_is_measured_is_what_would_be_drawn_all_tasks_mixed():
+    """Mixed, for batch norm's statistics of a part of them must be those of a batch."""
     sampler = Sampler(store_of(*SPANS), 3, 3, (7,))
     rows, tasks = sampler.to_measure(500, 20_000)
-    assert tasks.diff().min() == 0
     of_task_1 = ((rows >= 50) & (rows < 60)) | (rows >= 90)
     assert torch.equal(of_task_1, tasks == 1)
+    assert all(0.3 < part.float().mean() < 0.7 for part in tasks.split(250))
     counts = np.bincount(rows.numpy(), minlength=115)
     assert counts[0:10].sum() == counts[110:].sum() == 0  # nothing held out
     assert counts[80:110].sum() / 20_000 == pytest.approx(3 / 4, abs=0.02)
     assert not torch.equal(rows, sampler.to_measure(1000, 20_000)[0])
+
+
+def test_older_measurements_are_kept_for_a_while():
+    old, new = (Measured(*(torch.arange(a, b) for _ in range(3))) for a, b in ((0, 4), (4, 6)))
+    both = old.followed_by(new, 5)
+    assert all(part.tolist() == [1, 2, 3, 4, 5] for part in both)
 
 
 def test_heldout_rows_are_spread_evenly_over_what_is_held_out():

@@ -93,43 +93,45 @@ def test_without_its_data_a_run_has_nothing_held_out(tiny_run, tmp_path):
 
 
 def test_probes_tell_what_comes_of_plans(tiny_run):
-    agent = tiny_run.agent()
+    agent = tiny_run.agent().playing(k=9)
     result = probe(agent, ["toy", "breakout"], number=20, seed=2)
     assert probe(agent, ["toy", "breakout"], number=20, seed=2) == result
     for game in ("toy", "breakout"):
         found = result["games"][game]
         assert found["chosen"]["cases"] == 20
-        assert found["random"]["cases"] == 20 * (agent.k - 1)
+        assert 20 * 7 <= found["random"]["cases"] <= 20 * 8  # the chosen one may be random, too
         assert found["random"]["died"]["positives"] > 0
         assert sum(one["cases"] for one in found["chosen"]["calibration"]["died"]) <= 20 * 25
         assert found["random"] != found["chosen"]
-    with pytest.raises(UsageError, match="2 plans"):
-        probe(agent.playing(k=1), ["toy"])
+    with pytest.raises(UsageError, match="3 plans"):
+        probe(agent.playing(k=2), ["toy"])
 
 
 def test_choices_by_hand():
-    """Four plans at each moment, the first of which was chosen: one where nobody dies, one where two of three random
-    ones do, one where one does and the chosen too, one where the episode ends."""
+    """Five plans at each moment, the first of which was chosen. The second and fourth tell whether it matters, the
+    third and fifth how many random ones die."""
 
     def moment(danger, died):
-        said, events = np.zeros((4, 2, 2)), np.zeros((4, 2, 3), bool)
+        said, events = np.zeros((5, 2, 2)), np.zeros((5, 2, 3), bool)
         said[:, -1, 0], events[:, 0, 0] = danger, died
         return Moment(said, events)
 
+    yes, no = True, False
     found = [
-        moment([0.1, 0.9, 0.9, 0.9], [False, False, False, False]),
-        moment([0.1, 0.9, 0.2, 0.3], [False, True, True, False]),  # one of two pairs told apart
-        moment([0.0, 0.5, 0.5, 0.1], [True, True, False, False]),  # one, and one tie
+        moment([0.1, 0.9, 0.9, 0.9, 0.9], [no, no, no, no, no]),  # nobody dies
+        moment([0.1, 0.9, 0.9, 0.9, 0.1], [no, no, yes, no, no]),  # somebody, but not of those that tell
+        moment([0.1, 0.9, 0.2, 0.3, 0.1], [no, yes, yes, no, no]),  # three of four pairs told apart
+        moment([0.0, 0.5, 0.5, 0.1, 0.1], [yes, yes, no, no, no]),  # two of three, and one tie
     ]
-    over = moment([0.1, 0.9, 0.2, 0.3], [False, True, True, False])
-    over.events[3, 1, 2] = True
+    over = moment([0.1, 0.9, 0.2, 0.3, 0.1], [no, yes, yes, no, no])
+    over.events[0, 1, 2] = True  # the chosen one's episode ends: nobody knows what else it had brought
     assert choices([*found, over]) == {
         "moments": 2,
-        "told_apart": pytest.approx((1 / 2 + 3 / 4) / 2),
-        "random_died": pytest.approx((2 / 3 + 1 / 3) / 2),
+        "told_apart": pytest.approx((3 / 4 + 2.5 / 3) / 2),
+        "random_died": pytest.approx((1 / 2 + 0) / 2),
         "chosen_died": 0.5,
     }
-    assert choices(found[:1])["moments"] == 0
+    assert choices(found[:2]) == {"moments": 0, "told_apart": None, "random_died": None, "chosen_died": None}
 
 
 CONTROLS = tuple(product((0, 1), (-1, 0, 1), (-1, 0, 1)))
@@ -157,7 +159,7 @@ class Trap(gym.Env):
 def test_who_knows_what_each_control_does_is_found_to_be_right(tiny_run, monkeypatch):
     """What was said is compared with what came of the very plan of which it was said."""
     task = Task("trap", Trap, CONTROLS, died=lambda step: bool(step.info["trap"]))
-    agent = tiny_run.agent()
+    agent = tiny_run.agent().playing(k=20)
 
     def oracle(h, controls, monotone):
         died = (controls == torch.tensor(DEADLY)).all(-1).cumsum(-1) > 0

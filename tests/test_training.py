@@ -8,12 +8,12 @@ import torch
 
 import presage
 from conftest import weights
-from presage.batches import Batch
+from presage.batches import Batch, Measured
 from presage.config import ModelConfig, TrainConfig, preset, with_fields
 from presage.model import Model, loss
 from presage.training import (
+    Lessons,
     learning_rate,
-    lessons,
     make_optimizer,
     measure,
     one_by_one,
@@ -110,26 +110,23 @@ def test_measuring_tells_each_cases_loss_and_leaves_the_network_as_it_was(monkey
 @pytest.mark.parametrize(("start", "measured_before"), [(0, [0, 500, 1000]), (3, [500, 1000]), (500, [500, 1000])])
 def test_each_round_begins_with_measuring_wherever_training_goes_on(monkeypatch, start, measured_before):
     asked, given = [], []
-    sampler = SimpleNamespace(hard=0.5, measured="what was saved")
 
     def to_measure(update, size):
         asked.append((update, size))
-        return torch.zeros(size), torch.zeros(size)
+        return torch.full((size,), update), torch.zeros(size, dtype=torch.int64)
 
     def inputs(sampler, updates):
         for update in updates:
-            given.append((update, sampler.measured))
+            given.append(set(sampler.hard.rows.tolist()))
             yield update
 
-    sampler.to_measure = to_measure
+    sampler, updater = SimpleNamespace(share=0.5, to_measure=to_measure), SimpleNamespace(size=4, inputs=inputs)
     monkeypatch.setattr("presage.training.measure", lambda model, updater, rows: torch.ones(len(rows)))
-    updater = SimpleNamespace(size=4, inputs=inputs)
-    assert list(lessons(None, updater, sampler, range(start, 1200))) == list(range(start, 1200))
+    saved = Measured(torch.tensor([-1]), torch.tensor([0]), torch.tensor([1.0])) if start else None
+    assert list(Lessons(None, updater, sampler, saved).give(range(start, 1200))) == list(range(start, 1200))
     assert asked == [(update, 400) for update in measured_before]
-    assert (given[0][1] == "what was saved") == (start == 3)
-    sampler.hard = 0.0
-    assert len(list(lessons(None, updater, sampler, range(start, 1200)))) == 1200 - start
-    assert len(asked) == len(measured_before)
+    assert given[0] == {0: {0}, 3: {-1}, 500: {-1, 500}}[start]
+    assert given[-1] == {*measured_before, *([-1] if start else [])}  # all that was measured so far
 
 
 def test_rows_are_fetched_a_chunk_ahead_and_handed_out_in_order():

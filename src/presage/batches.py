@@ -39,30 +39,41 @@ def iteration_weight(iteration: int, growth: float, every: int) -> float:
 
 
 class Measured(NamedTuple):
-    """Cases as they would be drawn, and how wrong a network was about each."""
+    """Cases drawn evenly, the newest last, and how wrong the network was about each when it was measured; [n] each."""
 
-    rows: Tensor  # int64 [n], ordered by task
-    tasks: Tensor  # int64 [n]
-    up_to: Tensor  # float64 [n + 1]: their losses, added up
+    rows: Tensor  # int64
+    tasks: Tensor  # int64
+    losses: Tensor  # float32
 
-    def replace(self, rows: Array, tasks: Array, random: np.random.Generator) -> Array:
-        """Other rows of the same tasks, the likelier the wronger the network was about them."""
-        up_to, of_task = self.up_to.numpy(), self.tasks.numpy()
-        first, last = up_to[np.searchsorted(of_task, tasks)], up_to[np.searchsorted(of_task, tasks, "right")]
-        place = np.searchsorted(up_to, first + random.random(len(tasks)) * (last - first), "right") - 1
-        hard = self.rows.numpy()[np.minimum(place, len(of_task) - 1)]
-        return np.where(last > first, hard, rows)
+    def followed_by(self, newer: "Measured", most: int) -> "Measured":
+        return Measured(*(torch.cat(both)[-most:] for both in zip(self, newer, strict=True)))
+
+
+class HardCases:
+    """Draws among measured cases of a task, the likelier the wronger the network was."""
+
+    def __init__(self, measured: Measured):
+        rows, tasks, losses = (part.numpy() for part in measured)
+        order = np.argsort(tasks, kind="stable")
+        self.rows, self.tasks = rows[order], tasks[order]
+        self.up_to = np.concatenate([[0.0], np.cumsum(losses[order], dtype=np.float64)])
+
+    def instead_of(self, rows: Array, tasks: Array, random: np.random.Generator) -> Array:
+        """Other rows of these tasks; the same where no case of the task was measured."""
+        first, last = (self.up_to[np.searchsorted(self.tasks, tasks, side)] for side in ("left", "right"))
+        place = np.searchsorted(self.up_to, first + random.random(len(tasks)) * (last - first), "right") - 1
+        return np.where(last > first, self.rows[np.minimum(place, len(self.rows) - 1)], rows)
 
 
 class Sampler:
     """Draws an iteration by its weight, a task evenly, then one of their cases evenly.
 
-    `hard`: the share of cases that are drawn from `measured` instead, once some are.
+    `share`: of cases that are drawn among hard ones instead, once some were measured.
     """
 
-    def __init__(self, store: Store, growth: float, every: int, seed: Sequence[int], hard: float = 0.0):
-        self.seed, self.hard = list(seed), hard
-        self.measured: Measured | None = None
+    def __init__(self, store: Store, growth: float, every: int, seed: Sequence[int], share: float = 0.0):
+        self.seed, self.share = list(seed), share
+        self.hard: HardCases | None = None
         spans = sorted((s for s in store.spans if not s.heldout), key=lambda span: (span.iteration, span.task))
         cells = sorted({(span.iteration, span.task) for span in spans})
         weights = np.array([iteration_weight(iteration, growth, every) for iteration, _ in cells])
@@ -79,16 +90,15 @@ class Sampler:
         random = np.random.default_rng([*self.seed, update])
         cells = random.choice(len(self.chances), size, p=self.chances)
         rows = self._evenly(cells, random)
-        if self.measured is not None:
-            hard = round(self.hard * size)
-            rows[:hard] = self.measured.replace(rows[:hard], self.task_of[cells[:hard]], random)
+        if self.hard is not None:
+            some = slice(round(self.share * size))
+            rows[some] = self.hard.instead_of(rows[some], self.task_of[cells[some]], random)
         return rows
 
     def to_measure(self, update: int, size: int) -> tuple[Tensor, Tensor]:
-        """Rows to measure before this update, and their tasks, by which they are ordered."""
+        """Rows to measure before this update, and their tasks."""
         random = np.random.default_rng([*self.seed, update, MEASURED])
         cells = random.choice(len(self.chances), size, p=self.chances)
-        cells = cells[np.argsort(self.task_of[cells], kind="stable")]
         return torch.from_numpy(self._evenly(cells, random)), torch.from_numpy(self.task_of[cells])
 
     def _evenly(self, cells: Array, random: np.random.Generator) -> Array:

@@ -109,9 +109,8 @@ def load(run: Path, position: Position, model: Model, optimizer: torch.optim.Ada
         _restore(
             optimizer, read_tensors(folder / "optimizer.safetensors", _recorded(state, folder, "optimizer.safetensors"))
         )
-        if not (file := folder / "measured.safetensors").exists():
-            return None
-        return Measured(**read_tensors(file, _recorded(state, folder, file.name)))
+        name = "measured.safetensors"
+        return Measured(**read_tensors(folder / name, state["sha256"][name])) if name in state["sha256"] else None
     except RunError as error:
         raise RunError(f"{error} Delete {folder} to go on from the checkpoint before it.") from None
 

@@ -155,8 +155,8 @@ def _tell_probes(run: Path, agent: Any, games: Sequence[str], number: int, seed:
     _print_foreseen(title, rows)
     table = Table("game", "moments", "random plans die", "chosen ones", "told apart", title="where it matters")
     for game, found in result["games"].items():
-        shares = (f"{found['choices'][name]:.1%}" for name in ("random_died", "chosen_died", "told_apart"))
-        table.add_row(game, str(found["choices"]["moments"]), *shares)
+        shares = (found["choices"][name] for name in ("random_died", "chosen_died", "told_apart"))
+        table.add_row(game, str(found["choices"]["moments"]), *("" if x is None else f"{x:.1%}" for x in shares))
     Console().print(table)
 
 

@@ -73,9 +73,9 @@ class Double:
         over = self.ale.game_over()
         return reward, bool(deaths(self.task, reward, self.ale.lives() < before, over)), over
 
-    def follow(self, action: int, reward: float, ended: bool) -> None:
+    def follow(self, action: int, reward: float, lives: int, ended: bool) -> None:
         """Play what was played."""
-        if self.step(action)[0] != reward:
+        if self.step(action)[0] != reward or (not ended and self.ale.lives() != lives):
             raise RunError(f"a second emulator of {self.task.name} does not play the same: plans cannot be tried out.")
         if ended:
             self.ale.reset_game()
@@ -155,7 +155,8 @@ class AtariPool:
         lives_fell = ~ended & (info["lives"] < self.lives)  # after an end, lives are the next episode's
         died = deaths(self.task, rewards, lives_fell, terminated)
         self.lives = info["lives"].copy()
-        for double, *played in zip(self.doubles, self.sent.tolist(), rewards.tolist(), ended.tolist(), strict=False):
+        what_came = (self.sent.tolist(), rewards.tolist(), self.lives.tolist(), ended.tolist())
+        for double, *played in zip(self.doubles, *what_came, strict=False):
             double.follow(*played)
         return Step(frames[:, 0], rewards.astype(np.float32), died, rewards > 0, ended)
 
@@ -207,10 +208,7 @@ class GymPool:
     def try_out(self, env: int, sequences: Array) -> Array:
         events = np.zeros((*sequences.shape, 3), bool)
         for sequence, into in zip(sequences.tolist(), events, strict=True):
-            try:
-                copy = deepcopy(self.envs[env])
-            except (TypeError, RecursionError):
-                raise UsageError(f"{self.task.name}: its environment cannot be copied to try plans out.") from None
+            copy = self._copy(self.envs[env])
             for step, action in enumerate(sequence):
                 _, result = self._played(copy, action, self.ages[env] + step + 1)
                 ended = result.terminated or result.truncated
@@ -222,6 +220,14 @@ class GymPool:
     def close(self) -> None:
         for env in self.envs:
             env.close()
+
+    def _copy(self, env: gym.Env[Any, Any]) -> gym.Env[Any, Any]:
+        try:
+            if not isinstance(env.unwrapped, gym.utils.EzPickle):  # whose copies begin anew
+                return deepcopy(env)
+        except (TypeError, RecursionError):
+            pass
+        raise UsageError(f"{self.task.name}: its environment cannot be copied to try plans out.")
 
     def _played(self, env: gym.Env[Any, Any], action: int, age: int) -> tuple[Any, StepResult]:
         observation, reward, terminated, truncated, info = env.step(int(action))

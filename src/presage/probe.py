@@ -40,12 +40,14 @@ class Moment(NamedTuple):
 
 def probe(agent: Agent, games: Sequence[str | Task] | None = None, number: int = 256, seed: int = 0) -> dict[str, Any]:
     """Of each game: what was said of plans at `number` moments, what came of them, and how well it chose."""
-    if number < 1 or seed < 0 or agent.k < 2:
-        raise UsageError("there must be at least 1 moment, 2 plans at each, and the seed not negative.")
+    if number < 1 or seed < 0 or agent.k < 3:
+        raise UsageError("there must be at least 1 moment, 3 plans at each, and the seed not negative.")
     tasks = find(list(agent.specs) if games is None else games)
     found = {task.name: _game(agent, task, number, seed) for task in tasks}
-    how = {"iteration": agent.iteration, "k": agent.k, "seed": seed, "monotone": agent.config.plan.monotone}
-    return how | {"games": found}
+    plan = agent.config.plan
+    how = {"iteration": agent.iteration, "k": agent.k, "seed": seed, "monotone": plan.monotone, "carry": plan.carry}
+    thresholds = {task.name: agent.threshold(agent.spec(task)) for task in tasks}
+    return how | {"thresholds": thresholds, "games": found}
 
 
 def _game(agent: Agent, task: Task, number: int, seed: int) -> dict[str, Any]:
@@ -70,8 +72,9 @@ def moments(agent: Agent, task: Task, arena: Arena, seed: int) -> Iterator[Momen
         stacks = planner.see(torch.from_numpy(frames).to(device), starts, planner.rows)
         plan = planner.plan(stacks, starts, planner.rows)
         for row in np.flatnonzero(arena.free & ((turn + late) % BETWEEN == 0)):
-            # The first candidate is the last plan carried on; the others are random.
-            tried = torch.cat([plan.best[row : row + 1], plan.actions[row, 1 : 1 + TRIED]])  # [n, H]
+            chosen = int(plan.choice.chosen[row])
+            others = [i for i in range(1, planner.k) if i != chosen]  # random; the first of all was carried on
+            tried = plan.actions[row, [chosen, *others[:TRIED]]]  # [n, H]
             h = agent.model.perceive(stacks[row : row + 1])
             controls = planner.tables[row][tried][None]  # [1, n, H, 3]
             said = torch.stack(agent.model.imagine_steps(h, controls, agent.config.plan.monotone), -1)[0]
@@ -80,21 +83,25 @@ def moments(agent: Agent, task: Task, arena: Arena, seed: int) -> Iterator[Momen
         frames, _, _, _, fresh = arena.recv()
 
 
-def choices(found: Sequence[Moment]) -> dict[str, float]:
-    """Of the moments at which it matters what one plays, for some random plans die and some do not: how many random
-    plans die there, how many chosen ones, and how often, of one that dies and one that does not, it thinks the first
-    the more dangerous (one half: no idea)."""
-    decisive, apart, random, chosen = 0, 0.0, 0.0, 0.0
+def choices(found: Sequence[Moment]) -> dict[str, float | None]:
+    """Of the moments at which it matters what one plays: how many random plans die there, how many chosen ones, and how
+    often, of a random plan that dies and one that does not, it thinks the first the more dangerous (one half: no idea).
+
+    Such a moment is one at which some of every second random plan die and some do not; how many die is told by the
+    others, which had no part in that.
+    """
+    rows = []
     for said, events in found:
-        danger, died, ended = said[1:, -1, 0], events[1:, :, 0].any(1), events[1:, :, 2].any(1)
-        known = not (ended & ~died).any()  # else nobody can say what the rest of that plan would have brought
-        if known and died.any() and not died.all():
+        all_died, _, ended = (np.asarray(event.any(1)) for event in np.moveaxis(events, -1, 0))  # [n] each
+        if (ended & ~all_died).any():
+            continue  # nobody can say what the rest of that plan had brought
+        danger, died = said[1:, -1, 0], all_died[1:]
+        if died[::2].any() and not died[::2].all():
             more = danger[died][:, None] - danger[~died]
-            apart += float(((more > 0) + 0.5 * (more == 0)).mean())
-            random, chosen = random + float(died.mean()), chosen + float(events[0, :, 0].any())
-            decisive += 1
-    sums = {"told_apart": apart, "random_died": random, "chosen_died": chosen}
-    return {"moments": decisive} | {name: total / max(decisive, 1) for name, total in sums.items()}
+            apart = ((more > 0) + 0.5 * (more == 0)).mean()
+            rows.append((apart, died[1::2].mean(), all_died[0]))
+    shares = np.mean(rows, 0).tolist() if rows else [None] * 3
+    return {"moments": len(rows)} | dict(zip(("told_apart", "random_died", "chosen_died"), shares, strict=True))
 
 
 def foretold(found: Sequence[Moment], which: slice) -> Foretold:

@@ -151,9 +151,9 @@ def probed(runs: Sequence[Run]) -> Iterator[tuple[dict[str, Any], dict[str, Any]
     last: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, Any]]] = {}
     for run in runs:
         for line in read_lines(run.path / "probes.jsonl"):
-            how = {name: line[name] for name in ("iteration", "k", "monotone")}
+            how = {name: line[name] for name in ("iteration", "k", "monotone")} | {"carry": line.get("carry", True)}
             for game, found in line["games"].items():
-                row = {"run": run.path.name} | how | {"game": game}
+                row = {"run": run.path.name} | how | {"threshold": line.get("thresholds", {}).get(game), "game": game}
                 last[tuple(row.values())] = row, found
     yield from last.values()
 
@@ -258,7 +258,7 @@ def compared_scores(rows: Rows, games: Sequence[str]) -> str:
 
 
 def compared_probes(rows: Rows) -> str:
-    titles = ["run", "network", "plans", "game", "tried out"]
+    titles = ["run", "network", "plans", "game", "sequences"]
     titles += ["loss", "the best constant's", "P(died) said", "happened", "F1"]
     lines = [
         [*probed_where(row), f"{row['cases']} {row['sequences']}"]
@@ -267,7 +267,7 @@ def compared_probes(rows: Rows) -> str:
         + [f"{row['died_f1']:.2f}"]
         for row in rows
     ]
-    return f"{markdown(titles, lines)}\nPlans tried out at moments of planned play; deaths over all steps.\n"
+    return f"{markdown(titles, lines)}\nSequences played out from states of planned play; deaths over all steps.\n"
 
 
 def compared_choices(rows: Rows) -> str:
@@ -282,12 +282,12 @@ def compared_choices(rows: Rows) -> str:
 
 
 def probed_where(row: dict[str, Any]) -> list[str]:
-    plans = f"k {row['k']}" + ", monotone" * row["monotone"]
+    plans = f"k {row['k']}" + ", monotone" * row["monotone"] + ", nothing carried over" * (not row["carry"])
     return [row["run"], f"iteration {row['iteration']}", plans, row["game"]]
 
 
-def percent(share: float) -> str:
-    return f"{100 * share:.1f} %"
+def percent(share: float | None) -> str:
+    return "" if share is None else f"{100 * share:.1f} %"
 
 
 def told(rows: Rows) -> Rows:

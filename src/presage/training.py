@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 from presage import fused
-from presage.batches import Batch, Measured, Sampler, assemble, stream
+from presage.batches import Batch, HardCases, Measured, Sampler, assemble, stream
 from presage.config import Config, TrainConfig, at
 from presage.errors import RunError
 from presage.graphs import Captured
@@ -23,8 +23,9 @@ SAMPLER = 3  # which generator a seed is for
 AT_ONCE = 100  # updates whose rows go to a GPU together
 WARM_UP = 100  # updates, with lr_decay = cosine
 STATISTICS = 100  # batches that batch norm's statistics are taken from, at most
-ROUND = 500  # updates after which it is measured anew which cases are hard ...
-POOL = 100  # ... among the cases of so many batches
+ROUND = 500  # updates after which it is measured which cases are hard ...
+POOL = 100  # ... among those of so many batches; what was measured ...
+KEPT = 10  # ... is drawn from for so many rounds: the same few again and again would be learned by heart
 MEASURED_AT_ONCE = {"cuda": 2_500, "cpu": 250}
 
 
@@ -139,14 +140,14 @@ def train_phase(
     """
     train, store = config.train, updater.store
     sampler = Sampler(store, train.weight_growth, train.weight_every, (config.seed, iteration, SAMPLER), train.hard)
-    sampler.measured = measured
+    lessons = Lessons(model, updater, sampler, measured)
     updates = range(start, train.updates)
     model.train()
     if train.trainable == "valuation":
         model.perception.eval()  # a frozen Perception keeps its batch statistics
     recent, saved = Recent(store.device), time.monotonic()
     with (
-        closing(lessons(model, updater, sampler, updates)) as inputs,
+        closing(lessons.give(updates)) as inputs,
         Bar(f"iteration {iteration}: train", train.updates, "updates", start) as bar,
     ):
         for update in updates:
@@ -163,37 +164,52 @@ def train_phase(
                 bar.advance(0, f"loss {recent.loss():.4f}")
                 log({"update": done, "lr": lr, **recent.told()})
             if due:  # after the line above, so that a run which goes on from here has it, once
-                save(done, sampler.measured)
+                save(done, lessons.measured)
                 saved = time.monotonic()
             interrupt.check()
     if train.trainable == "all":
-        sampler.measured = None  # for play, of cases as they come
+        sampler.hard = None  # for play, of cases as they come
         take_statistics(model, updater, sampler, range(train.updates, train.updates + min(train.updates, STATISTICS)))
 
 
-def lessons(model: Model, updater: Updater, sampler: Sampler, updates: range) -> Generator[tuple[Tensor, ...]]:
+class Lessons:
     """What each update in turn is given. If hard cases are wanted, each round begins with measuring which are."""
-    if not sampler.hard:
-        yield from updater.inputs(sampler, updates)
-        return
-    for first in (updates.start, *range((updates.start // ROUND + 1) * ROUND, updates.stop, ROUND)):
-        if first % ROUND == 0:
-            rows, tasks = sampler.to_measure(first, POOL * updater.size)
-            losses = measure(model, updater, rows).double()
-            sampler.measured = Measured(rows, tasks, torch.cat([losses.new_zeros(1), losses.cumsum(0)]))
-        yield from updater.inputs(sampler, range(first, min((first // ROUND + 1) * ROUND, updates.stop)))
+
+    def __init__(self, model: Model, updater: Updater, sampler: Sampler, measured: Measured | None):
+        self.model, self.updater, self.sampler = model, updater, sampler
+        self.measured = measured  # in the rounds before, of this iteration
+        sampler.hard = HardCases(measured) if measured else None
+
+    def give(self, updates: range) -> Generator[tuple[Tensor, ...]]:
+        if not self.sampler.share:
+            yield from self.updater.inputs(self.sampler, updates)
+            return
+        while updates:
+            if updates.start % ROUND == 0:
+                self._measure(updates.start)
+            end = min((updates.start // ROUND + 1) * ROUND, updates.stop)
+            yield from self.updater.inputs(self.sampler, range(updates.start, end))
+            updates = range(end, updates.stop)
+
+    def _measure(self, update: int) -> None:
+        size = POOL * self.updater.size
+        rows, tasks = self.sampler.to_measure(update, size)
+        new = Measured(rows, tasks, measure(self.model, self.updater, rows))
+        self.measured = new if self.measured is None else self.measured.followed_by(new, KEPT * size)
+        self.sampler.hard = HardCases(self.measured)
 
 
 @torch.no_grad()
 def measure(model: Model, updater: Updater, rows: Tensor) -> Tensor:
-    """How wrong the network is about each of these cases [n], with the statistics of a batch, as it is trained."""
+    """How wrong the network is about each of these cases [n], with the statistics of a batch of them."""
     store, parts = updater.store, []
     with fixed_statistics(model):
         for some in torch.split(rows, MEASURED_AT_ONCE[store.device.type]):
             batch = Batch(*(part.to(store.device) for part in assemble(store, some.to(store.home), updater.horizon)))
             with torch.autocast(store.device.type, fused.LOW, enabled=updater.fast):
-                logits = model(batch.frames, batch.controls)
-            parts.append(case_losses(logits.float(), batch.died, batch.scored, batch.mask))
+                h = model.perception(batch.frames).float()  # so that states stay float32
+                logits = model.valuation(model.prediction(h, batch.controls)).float()
+            parts.append(case_losses(logits, batch.died, batch.scored, batch.mask))
     return torch.cat(parts).cpu()
 
 
