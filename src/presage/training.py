@@ -203,7 +203,7 @@ class Lessons:
 def measure(model: Model, updater: Updater, rows: Tensor) -> Tensor:
     """How wrong the network is about each of these cases [n], with the statistics of a batch of them."""
     store, parts = updater.store, []
-    with fixed_statistics(model):
+    with remembering(model, 0.0):  # nothing of it
         for some in torch.split(rows, MEASURED_AT_ONCE[store.device.type]):
             batch = Batch(*(part.to(store.device) for part in assemble(store, some.to(store.home), updater.horizon)))
             with torch.autocast(store.device.type, fused.LOW, enabled=updater.fast):
@@ -211,18 +211,6 @@ def measure(model: Model, updater: Updater, rows: Tensor) -> Tensor:
                 logits = model.valuation(model.prediction(h, batch.controls)).float()
             parts.append(case_losses(logits, batch.died, batch.scored, batch.mask))
     return torch.cat(parts).cpu()
-
-
-@contextmanager
-def fixed_statistics(model: Model) -> Iterator[None]:
-    """Batch norm goes by the batch and remembers nothing of it."""
-    norms = [part for part in model.modules() if isinstance(part, nn.BatchNorm2d)]
-    usual = [norm.momentum for norm in norms]
-    for norm in norms:
-        norm.momentum = 0.0
-    yield
-    for norm, momentum in zip(norms, usual, strict=True):
-        norm.momentum = momentum
 
 
 @torch.no_grad()
@@ -233,19 +221,30 @@ def take_statistics(model: Model, updater: Updater, sampler: Sampler, updates: r
     Those kept while training are moving averages, which trail behind the weights. Where a picture hardly varies, as
     Pong's, a channel's mean may have moved by most of its standard deviation since: the network knows and cannot say.
     """
+    model.train()
+    store = updater.store
+    with remembering(model, None) as norms:  # all batches count alike
+        for norm in norms:
+            norm.reset_running_stats()
+        for update in updates:
+            frames = store.stacks(torch.from_numpy(sampler.rows(update, updater.size)).to(store.home))
+            with torch.autocast(store.device.type, fused.LOW, enabled=updater.fast):  # as it plays
+                model.perception(frames.to(store.device))
+
+
+@contextmanager
+def remembering(model: Model, momentum: float | None) -> Iterator[list[nn.BatchNorm2d]]:
+    """While training, let a batch count so much in batch norm's running statistics (None: as much as all others); its
+    layers."""
     norms = [part for part in model.perception.modules() if isinstance(part, nn.BatchNorm2d)]
     usual = [norm.momentum for norm in norms]
     for norm in norms:
-        norm.reset_running_stats()
-        norm.momentum = None  # all batches count alike
-    model.train()
-    store = updater.store
-    for update in updates:
-        frames = store.stacks(torch.from_numpy(sampler.rows(update, updater.size)).to(store.home))
-        with torch.autocast(store.device.type, fused.LOW, enabled=updater.fast):  # as it plays
-            model.perception(frames.to(store.device))
-    for norm, momentum in zip(norms, usual, strict=True):
         norm.momentum = momentum
+    try:
+        yield norms
+    finally:
+        for norm, before in zip(norms, usual, strict=True):
+            norm.momentum = before
 
 
 class Recent:
