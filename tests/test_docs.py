@@ -79,6 +79,8 @@ def test_the_results_shown_are_the_reports_own():
     assert (REPOSITORY / "docs" / "quickstart" / "summary.md").read_text().strip() in README
     results = (REPOSITORY / "docs" / "results.md").read_text()
     assert (REPOSITORY / "results" / "report" / "comparison.md").read_text().strip() in results
+    deviations = (REPOSITORY / "docs" / "deviations.md").read_text()
+    assert (REPOSITORY / "results" / "pong-report" / "comparison.md").read_text().strip() in deviations
 
 
 def measured(iteration: int) -> dict[str, list[dict[str, str]]]:
