@@ -42,7 +42,9 @@ def test_presets_are_valid_and_survive_json(name):
         ({"batchsize": 3}, "batch_size"),
         ({"updates": -1}, "updates must be at least 1, not -1"),
         ({"seed": -1}, "seed must be a number that is not negative"),
-        ({"sticky": 1.5}, "between 0 and 1"),
+        ({"sticky": 1.5}, "sticky is a chance between 0 and 1, not 1.5"),
+        ({"hard": 1.0}, "hard is a share from 0 to less than 1, not 1.0"),
+        ({"channels": (8, 0, 8)}, "channels[1] must be at least 1, not 0"),
         ({"weight_decay": float("nan")}, "weight_decay must be a number that is not negative"),
         ({"updates": "many"}, "updates cannot be 'many'; it is int"),
         ({"updates": True}, "updates cannot be True"),
@@ -97,7 +99,9 @@ def test_every_setting_is_read_somewhere():
 
 def test_every_setting_has_a_help_text():
     tree = ast.parse((SOURCE / "config.py").read_text())
-    for group in (node for node in tree.body if isinstance(node, ast.ClassDef)):
+    settings = [node for node in tree.body if isinstance(node, ast.ClassDef) and node.decorator_list]  # the dataclasses
+    assert len(settings) == len(GROUPS) + 1
+    for group in settings:
         for field, after in zip(group.body, [*group.body[1:], None], strict=True):
             if isinstance(field, ast.AnnAssign) and getattr(field.target, "id", "") not in GROUPS:
                 assert isinstance(after, ast.Expr), f"{group.name}.{field.target.id}"

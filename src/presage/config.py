@@ -1,14 +1,32 @@
 """Every number of an experiment, with its meaning; the presets; and what is refused."""
 
 import dataclasses
+import math
 import types
 import typing
+from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, NamedTuple
 
 from presage.errors import UsageError, nearest
 
 Schedule = tuple[tuple[int, float], ...]  # (from this iteration on, value), first entry at iteration 1
+
+
+class Bounds(NamedTuple):
+    """What a number may be, and how that is told to whoever gives another."""
+
+    told: str
+    least: float
+    below: float = 2**63
+
+
+NOT_NEGATIVE = Bounds("must be a number that is not negative", 0)
+Count = Annotated[int, Bounds("must be at least 1", 1)]
+Whole = Annotated[int, NOT_NEGATIVE]
+Amount = Annotated[float, NOT_NEGATIVE]
+Share = Annotated[float, Bounds("is a share from 0 to less than 1", 0, 1)]
+Chance = Annotated[float, Bounds("is a chance between 0 and 1", 0, math.nextafter(1, 2))]
 
 
 def at(schedule: Schedule, iteration: int) -> float:
@@ -20,25 +38,25 @@ def at(schedule: Schedule, iteration: int) -> float:
 class DataConfig:
     """How much is played, and how (S15)."""
 
-    first_steps: int = 400_000
+    first_steps: Count = 400_000
     """Cases a game in iteration 1, played at random."""
-    later_steps: int = 200_000
+    later_steps: Count = 200_000
     """Cases a game in every later iteration, played by planning."""
-    heldout_steps: int = 8_000
+    heldout_steps: Count = 8_000
     """Further cases a game and iteration that are never trained on."""
-    shard_steps: int = 200_000
+    shard_steps: Count = 200_000
     """Cases a game in one shard, at most: what an interruption repeats."""
-    envs: int = 40
+    envs: Count = 40
     """Games of each kind played in parallel. Fewer see further into a game: all start anew with each shard."""
-    groups: int = 2
+    groups: Count = 2
     """Groups that these are split into: while the emulator plays one, plans are made for another."""
-    noop_max: int = 30
+    noop_max: Whole = 30
     """Each episode starts with 0 to this many steps of doing nothing."""
-    sticky: float = 0.0
+    sticky: Chance = 0.0
     """Chance that the emulator repeats the previous action instead (0: as in the paper)."""
-    horizon: int = 25
+    horizon: Count = 25
     """Steps looked ahead."""
-    stray: float = 0.0
+    stray: Share = 0.0
     """Share of planned play in which a random sequence is played out: what comes of plans that nobody would choose."""
     shards_from: str = ""
     """Take the shards that this run has instead of playing them: other networks, equal data."""
@@ -52,11 +70,11 @@ class ModelConfig:
 
     prediction: Literal["rrnn", "lstm", "plain"] = "rrnn"
     """The recurrent part: the paper's RRNN, an LSTM of equal size, or the RRNN without its residual path."""
-    channels: tuple[int, int, int] = (32, 64, 64)
+    channels: tuple[Count, Count, Count] = (32, 64, 64)
     """Channels of Perception's three stages."""
-    state_size: int = 100
+    state_size: Count = 100
     """Numbers in h, the state that Prediction moves forward."""
-    hidden_size: int = 500
+    hidden_size: Count = 500
     """Width of f, the function inside the RRNN."""
     layer_norm: bool = True
     """Normalise h before f; off: the ablation."""
@@ -68,27 +86,27 @@ class ModelConfig:
 class TrainConfig:
     """One training phase."""
 
-    updates: int = 48_000
+    updates: Count = 48_000
     """Parameter updates an iteration."""
-    batch_size: int = 100
+    batch_size: Count = 100
     """Cases in an update."""
     lr: Schedule = ((1, 1e-4), (4, 5e-5), (7, 1e-5))
     """Adam's learning rate: pairs of (from iteration, value)."""
     lr_decay: Literal["halve", "cosine"] = "halve"
     """Halved for the second half of each iteration (the paper), or a cosine down to zero over the whole run."""
-    weight_decay: float = 1e-4
+    weight_decay: Amount = 1e-4
     """L2 penalty, added to the gradient."""
-    clamp: float = 1.0
+    clamp: Amount = 1.0
     """Each gradient component is clamped to plus or minus this."""
-    weight_growth: float = 3.0
+    weight_growth: Amount = 3.0
     """Factor by which the sampling weight of newer iterations grows ..."""
-    weight_every: int = 3
+    weight_every: Count = 3
     """... each time this many iterations have passed."""
-    hard: float = 0.0
+    hard: Share = 0.0
     """Share of each batch that is drawn by how wrong the network is about a case: hard ones come more often."""
-    checkpoint_every: int = 2_000
+    checkpoint_every: Count = 2_000
     """Updates between checkpoints inside a training phase, at least."""
-    log_every: int = 500
+    log_every: Count = 500
     """Updates between two lines of metrics."""
     trainable: Literal["all", "valuation"] = "all"
     """Train the whole network, or Valuation alone with the rest frozen."""
@@ -102,7 +120,7 @@ class PlanConfig:
 
     k: Schedule = ((1, 25), (4, 100), (7, 200))
     """Control sequences imagined at each step: pairs of (from iteration, number)."""
-    thresholds: dict[str, float] = field(default_factory=dict)
+    thresholds: dict[str, Amount] = field(default_factory=dict)
     """Fixed bound on P(died) for a game, instead of that game's own schedule (`presage games` shows it)."""
     carry: bool = True
     """Consider the last step's best sequence again, moved on by one."""
@@ -116,13 +134,13 @@ class MachineConfig:
 
     device: str = "auto"
     """auto, cpu or cuda."""
-    threads: int = 0
+    threads: Whole = 0
     """Threads of PyTorch, and of the emulator for each game of each group; 0: all cores, which the games share."""
-    memory_gib: float = 0.0
+    memory_gib: Amount = 0.0
     """Memory for frames; more than that is streamed from disk. 0: two fifths of what there is."""
-    gpu_memory_gib: float = 0.0
+    gpu_memory_gib: Amount = 0.0
     """The GPU's memory for frames; more than that is kept in memory or streamed. 0: seven tenths of what there is."""
-    checkpoint_seconds: float = 15.0
+    checkpoint_seconds: Amount = 15.0
     """Seconds between checkpoints inside a training phase, at least: a GPU does thousands of updates in that time."""
     fused: bool = True
     """Use the fused kernels and bfloat16 where the GPU can; off: plain PyTorch in float32."""
@@ -136,11 +154,11 @@ class Config:
     """Where every other default comes from."""
     games: tuple[str, ...] = ("pong", "breakout", "demon_attack")
     """Games to learn at once, with one network."""
-    seed: int = 0
+    seed: Whole = 0
     """Everything random follows from this number."""
-    iterations: int = 19
+    iterations: Count = 19
     """Rounds of collecting and training."""
-    evaluate_episodes: int = 0
+    evaluate_episodes: Whole = 0
     """Full episodes a game played after each iteration; 0: none, evaluate later with `presage evaluate`."""
     data: DataConfig = DataConfig()
     plan: PlanConfig = field(default_factory=PlanConfig)
@@ -226,62 +244,37 @@ def from_json(data: dict[str, Any]) -> Config:
 
 def check(config: Config) -> Config:
     """The same config, once it makes sense."""
-    data, train, model = config.data, config.train, config.model
-    whole = {
-        "iterations": config.iterations,
-        "first_steps": data.first_steps,
-        "later_steps": data.later_steps,
-        "heldout_steps": data.heldout_steps,
-        "shard_steps": data.shard_steps,
-        "envs": data.envs,
-        "groups": data.groups,
-        "horizon": data.horizon,
-        "updates": train.updates,
-        "batch_size": train.batch_size,
-        "weight_every": train.weight_every,
-        "checkpoint_every": train.checkpoint_every,
-        "log_every": train.log_every,
-        "state_size": model.state_size,
-        "hidden_size": model.hidden_size,
-        "channels": min(model.channels),
-    }
-    for name, value in whole.items():
-        if value < 1:
-            raise UsageError(f"{name} must be at least 1, not {value}.")
-    not_negative = {
-        "seed": config.seed,
-        "evaluate_episodes": config.evaluate_episodes,
-        "noop_max": data.noop_max,
-        "sticky": data.sticky,
-        "weight_decay": train.weight_decay,
-        "clamp": train.clamp,
-        "weight_growth": train.weight_growth,
-        "threads": config.machine.threads,
-        "memory_gib": config.machine.memory_gib,
-        "gpu_memory_gib": config.machine.gpu_memory_gib,
-        "checkpoint_seconds": config.machine.checkpoint_seconds,
-        **{f"thresholds[{game}]": value for game, value in config.plan.thresholds.items()},
-    }
-    for name, number in not_negative.items():
-        if not 0 <= number < 2**63:  # catches NaN and infinity too
-            raise UsageError(f"{name} must be a number that is not negative, not {number}.")
-    if data.sticky > 1:
-        raise UsageError(f"sticky is a chance between 0 and 1, not {data.sticky}.")
-    for name, share in (("stray", data.stray), ("hard", train.hard)):
-        if not 0 <= share < 1:
-            raise UsageError(f"{name} is a share from 0 to less than 1, not {share}.")
+    for name, bounds, number in bounded(config):
+        if not bounds.least <= number < bounds.below:  # catches NaN too
+            raise UsageError(f"{name} {bounds.told}, not {number}.")
+    data = config.data
     for name in ("first_steps", "later_steps", "heldout_steps"):
-        if whole[name] % data.envs:
-            raise UsageError(f"{name} ({whole[name]}) must be a multiple of envs ({data.envs}).")
+        if (steps := getattr(data, name)) % data.envs:
+            raise UsageError(f"{name} ({steps}) must be a multiple of envs ({data.envs}).")
     if data.envs % data.groups:
         raise UsageError(f"envs ({data.envs}) must be a multiple of groups ({data.groups}).")
     if data.shard_steps < data.envs:
         raise UsageError(f"shard_steps ({data.shard_steps}) must be at least envs ({data.envs}).")
-    check_schedule("lr", train.lr, least=1e-30)
+    check_schedule("lr", config.train.lr, least=1e-30)
     check_schedule("k", config.plan.k, least=1)
     if not config.games or len(set(config.games)) != len(config.games):
         raise UsageError(f"games must name at least one game, each once: {', '.join(config.games) or 'none given'}.")
     return config
+
+
+def bounded(config: Any) -> Iterator[tuple[str, Bounds, float]]:
+    """Every number in these settings, alone or among others, that has bounds."""
+    for name, hint in typing.get_type_hints(type(config), include_extras=True).items():
+        value = getattr(config, name)
+        if dataclasses.is_dataclass(value):
+            yield from bounded(value)
+        numbers = {name: value}
+        if typing.get_origin(hint) in (tuple, dict):
+            hint = typing.get_args(hint)[-1]
+            several = value.items() if isinstance(value, dict) else enumerate(value)
+            numbers = {f"{name}[{key}]": number for key, number in several}
+        for bounds in getattr(hint, "__metadata__", ()):
+            yield from ((which, bounds, number) for which, number in numbers.items())
 
 
 def check_schedule(name: str, schedule: Schedule, least: float) -> None:
