@@ -12,6 +12,7 @@ import sys
 import threading
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -33,7 +34,7 @@ from presage.games import find
 from presage.graphs import Branch, Captured
 from presage.model import Model, Perception, loss
 from presage.store import Budget, Store, shard_path
-from presage.training import make_optimizer, set_rate, update_once
+from presage.training import make_optimizer, set_rate, take_statistics, update_once
 
 DEVICE = torch.device("cuda" if torch.cuda.is_available() else "cpu")
 LOW = torch.bfloat16 if DEVICE.type == "cuda" else torch.float16
@@ -279,6 +280,27 @@ def test_captured_plans_are_those_made_directly(tiny_run):
         assert again(frames, fresh).tolist() == anew(frames, fresh).tolist()
     assert len(agent.captured) == 1
     assert not agent.playing(k=3).captured
+
+
+@on_gpu
+def test_statistics_taken_anew_lie_where_captured_updates_keep_theirs():
+    """A graph knows addresses and how much a batch counts; both must be as before. At rate 0, always the same batch."""
+    torch.manual_seed(8)
+    model = Model(ModelConfig(channels=(16, 16, 16), state_size=12, hidden_size=20)).to(DEVICE).train()
+    optimizer = make_optimizer(model, TrainConfig())
+    set_rate(optimizer, 0.0)
+    learner, batch = Learner(model, optimizer, 1.0, LOW), a_batch(8, 3)
+    update = Captured(lambda *parts: learner.update(Batch(*parts)), learner.adam.settle)
+    for _ in range(5):
+        update(*batch)
+    store = SimpleNamespace(device=DEVICE, home=DEVICE, stacks=lambda rows: batch.frames)
+    sampler = SimpleNamespace(rows=lambda update, size: np.arange(size))
+    take_statistics(model, SimpleNamespace(store=store, size=8, fast=True), sampler, range(3))
+    mean = model.perception.stages[1].running_mean
+    taken = mean.clone()
+    mean.zero_()
+    update(*batch)
+    assert far(mean, 0.1 * taken) < TOLERANCE[LOW]
 
 
 @on_gpu

@@ -45,6 +45,7 @@ def evaluate(
     agent, began = agent.playing(k=k), time.monotonic()
     results = {}
     for task in tasks:
+        agent.captured.clear()  # no other game can use what was captured for the one before
         rows = min(episodes, PARALLEL[agent.device.type])
         quota = np.full(rows, episodes // rows) + (np.arange(rows) < episodes % rows)  # episodes each row still owes
         chosen = whole_seed(seed, CHOOSER)

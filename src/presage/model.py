@@ -154,7 +154,7 @@ class Model(nn.Module):
     def imagine(self, h: Tensor, controls: Tensor, monotone: bool = False) -> Outlook:
         """h [N, S], controls [N, k, H, 3] -> P after the last step [N, k]; monotone: see PlanConfig."""
         n, k = controls.shape[:2]
-        highest = torch.tensor(-torch.inf, device=h.device)  # of P(died) so far, as a logit
+        highest = torch.full((), -torch.inf, device=h.device)  # of P(died) so far, as a logit
         for state in self.prediction.walk(h.repeat_interleave(k, 0), controls.flatten(0, 1)):  # [N * k, S]
             if monotone:
                 highest = torch.maximum(highest, self.valuation(state)[:, 0])

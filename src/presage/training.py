@@ -26,7 +26,7 @@ STATISTICS = 100  # batches that batch norm's statistics are taken from, at most
 ROUND = 500  # updates after which it is measured which cases are hard ...
 POOL = 100  # ... among those of so many batches; what was measured ...
 KEPT = 10  # ... is drawn from for so many rounds: the same few again and again would be learned by heart
-MEASURED_AT_ONCE = {"cuda": 2_500, "cpu": 250}
+MEASURED_AT_ONCE = {"cuda": 1_000, "cpu": 250}
 
 
 def learning_rate(config: Config, iteration: int, update: int) -> float:
