@@ -60,12 +60,12 @@ def test_an_updates_rows_depend_on_nothing_before_it():
     assert (Sampler(store_of(*SPANS), 3, 3, (8,)).rows(5, 10) != b.rows(5, 10)).any()
 
 
-def test_cases_are_drawn_by_their_hardness_and_each_task_as_often_as_before():
-    """Half of 1,000 rows; of task 0 two cases are known, with hardness 1 : 3, of task 1 three, one with none."""
+def test_hard_cases_are_drawn_by_their_losses_and_each_task_as_often_as_before():
+    """Half of 1,000 rows; of task 0 two cases are known, with losses 1 : 3, of task 1 three, one without any loss."""
     sampler = Sampler(store_of(*SPANS), 3, 3, (7,), share=0.5)
     evenly = np.stack([sampler.rows(update, 1000) for update in range(100)])
-    tasks, hardness = torch.tensor([1, 0, 1, 0, 1]), torch.tensor([2.0, 1.0, 0.0, 3.0, 2.0])
-    sampler.hard = HardCases(Measured(torch.tensor([50, 10, 90, 60, 109]), tasks, hardness))
+    tasks, losses = torch.tensor([1, 0, 1, 0, 1]), torch.tensor([2.0, 1.0, 0.0, 3.0, 2.0])
+    sampler.hard = HardCases(Measured(torch.tensor([50, 10, 90, 60, 109]), tasks, losses))
     rows = np.stack([sampler.rows(update, 1000) for update in range(100)])
     assert (rows[:, 500:] == evenly[:, 500:]).all()
     counts = np.bincount(rows[:, :500].flatten(), minlength=115) / rows[:, :500].size
@@ -95,15 +95,6 @@ def test_what_is_measured_is_what_would_be_drawn_all_tasks_mixed():
     assert counts[0:10].sum() == counts[110:].sum() == 0  # nothing held out
     assert counts[80:110].sum() / 20_000 == pytest.approx(3 / 4, abs=0.02)
     assert not torch.equal(rows, sampler.to_measure(1000, 20_000)[0])
-
-
-def test_a_case_is_hard_beside_others_of_its_task_that_were_measured_with_it():
-    """A network that has learned much since: what was measured before does not pass for harder by that."""
-    rows, tasks, losses = torch.arange(5), torch.tensor([0, 2, 0, 2, 2]), torch.tensor([0.1, 4.0, 0.3, 1.0, 1.0])
-    before, later = Measured.of(rows, tasks, losses), Measured.of(rows, tasks, losses / 100)
-    torch.testing.assert_close(before.hardness, torch.tensor([0.5, 2.0, 1.5, 0.5, 0.5]))
-    torch.testing.assert_close(later.hardness, before.hardness)
-    assert Measured.of(rows, tasks, torch.zeros(5)).hardness.tolist() == [0.0] * 5  # and not NaN
 
 
 def test_older_measurements_are_kept_for_a_while():

@@ -39,31 +39,24 @@ def iteration_weight(iteration: int, growth: float, every: int) -> float:
 
 
 class Measured(NamedTuple):
-    """Cases drawn evenly, the newest last, and how hard each was when it was measured; [n] each."""
+    """Cases drawn evenly, the newest last, and how wrong the network was about each when it was measured; [n] each."""
 
     rows: Tensor  # int64
     tasks: Tensor  # int64
-    hardness: Tensor  # float32
-
-    @classmethod
-    def of(cls, rows: Tensor, tasks: Tensor, losses: Tensor) -> "Measured":
-        """Cases measured together. A case is as hard as the network is wrong about it, beside its task's others: else
-        all that was measured while the network knew less would pass for hard."""
-        means = tasks.bincount(losses) / tasks.bincount()
-        return cls(rows, tasks, losses / means[tasks].clamp(min=1e-12))
+    losses: Tensor  # float32
 
     def followed_by(self, newer: "Measured", most: int) -> "Measured":
         return Measured(*(torch.cat(both)[-most:] for both in zip(self, newer, strict=True)))
 
 
 class HardCases:
-    """Draws among measured cases of a task, the likelier the harder."""
+    """Draws among measured cases of a task, the likelier the wronger the network was."""
 
     def __init__(self, measured: Measured):
-        rows, tasks, hardness = (part.numpy() for part in measured)
+        rows, tasks, losses = (part.numpy() for part in measured)
         order = np.argsort(tasks, kind="stable")
         self.rows, self.tasks = rows[order], tasks[order]
-        self.up_to = np.concatenate([[0.0], np.cumsum(hardness[order], dtype=np.float64)])
+        self.up_to = np.concatenate([[0.0], np.cumsum(losses[order], dtype=np.float64)])
 
     def instead_of(self, rows: Array, tasks: Array, random: np.random.Generator) -> Array:
         """Other rows of these tasks; the same where no case of the task was measured."""

@@ -194,7 +194,7 @@ class Lessons:
     def _measure(self, update: int) -> None:
         size = POOL * self.updater.size
         rows, tasks = self.sampler.to_measure(update, size)
-        new = Measured.of(rows, tasks, measure(self.model, self.updater, rows))
+        new = Measured(rows, tasks, measure(self.model, self.updater, rows))
         self.measured = new if self.measured is None else self.measured.followed_by(new, KEPT * size)
         self.sampler.hard = HardCases(self.measured)
 
