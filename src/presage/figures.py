@@ -123,12 +123,14 @@ def _scores_side_by_side(axis: Any, rows: Rows) -> None:
         colour = GREY if row["policy"] == "random" else COLOURS[0]
         spread = [[row["mean"] - row["ci95_low"]], [row["ci95_high"] - row["mean"]]]
         axis.errorbar([i], [row["mean"]], spread, fmt="o", color=colour, capsize=4)
-    one = sum(row["policy"] == "planned" for row in rows) == 1  # whose settings need no telling
+    # Of each only what tells it from the others.
+    told = {"run": "{}", "iteration": "it. {}", "plans": "{}"}
+    planned = [row for row in rows if row["policy"] == "planned"]
+    telling = [name for name in told if len({row[name] for row in planned}) > 1]
     labels = [
-        row["policy"] if one or row["policy"] == "random" else f"it. {row['iteration']}, {row['plans']}" for row in rows
+        ", ".join(told[name].format(row[name]) for name in telling) if telling and row in planned else row["policy"]
+        for row in rows
     ]
-    if len({row["run"] for row in rows}) > 1:
-        labels = [f"{row['run']}: {label}" for row, label in zip(rows, labels, strict=True)]
     axis.set_xticks(range(len(rows)), labels, rotation=30, ha="right")
     axis.set_xlim(-0.6, len(rows) - 0.4)
 
