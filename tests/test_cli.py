@@ -10,7 +10,7 @@ import presage
 from conftest import cli
 from presage.bench import stages
 from presage.errors import UsageError
-from presage.figures import named_lines
+from presage.figures import named_lines, telling_labels
 from presage.knowledge import examine
 from presage.probe import probe
 from presage.report import write
@@ -211,6 +211,15 @@ def test_networks_of_one_game_have_one_name_beside_those_of_several():
     assert (both, one, two, len(ones)) == ("both", "this game alone", "this game alone", 2)
     assert blue != red == again
     assert [name for name, _, _ in named_lines(rows[1:])] == ["one", "two"]
+
+
+def test_labels_say_only_what_tells_evaluations_apart():
+    def row(run, policy="planned", iteration=3, plans="k 25"):
+        return {"run": run, "policy": policy, "iteration": iteration, "plans": plans}
+
+    assert telling_labels([row("a", "random"), row("a")]) == ["random", "planned"]
+    assert telling_labels([row("a", "random"), row("a"), row("b")]) == ["a, random", "a", "b"]
+    assert telling_labels([row("a", plans="k 5"), row("a", iteration=1)]) == ["it. 3, k 5", "it. 1, k 25"]
 
 
 def test_bench_json_has_the_promised_fields():

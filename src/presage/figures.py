@@ -123,16 +123,22 @@ def _scores_side_by_side(axis: Any, rows: Rows) -> None:
         colour = GREY if row["policy"] == "random" else COLOURS[0]
         spread = [[row["mean"] - row["ci95_low"]], [row["ci95_high"] - row["mean"]]]
         axis.errorbar([i], [row["mean"]], spread, fmt="o", color=colour, capsize=4)
-    # Of each only what tells it from the others.
-    told = {"run": "{}", "iteration": "it. {}", "plans": "{}"}
-    planned = [row for row in rows if row["policy"] == "planned"]
-    telling = [name for name in told if len({row[name] for row in planned}) > 1]
-    labels = [
-        ", ".join(told[name].format(row[name]) for name in telling) if telling and row in planned else row["policy"]
-        for row in rows
-    ]
-    axis.set_xticks(range(len(rows)), labels, rotation=30, ha="right")
+    axis.set_xticks(range(len(rows)), telling_labels(rows), rotation=30, ha="right")
     axis.set_xlim(-0.6, len(rows) - 0.4)
+
+
+def telling_labels(rows: Rows) -> list[str]:
+    """Of each evaluation only what tells it from the others."""
+    planned = [row for row in rows if row["policy"] == "planned"]
+    telling = [name for name in ("run", "iteration", "plans") if len({row[name] for row in planned}) > 1]
+
+    def label(row: dict[str, Any]) -> str:
+        if row["policy"] == "random":
+            return f"{row['run']}, random" if "run" in telling else "random"
+        told = {"run": row["run"], "iteration": f"it. {row['iteration']}", "plans": row["plans"]}
+        return ", ".join(told[name] for name in telling) or "planned"
+
+    return [label(row) for row in rows]
 
 
 def played(rows: Rows, stem: Path) -> Path | None:
