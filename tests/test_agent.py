@@ -192,3 +192,16 @@ def test_a_file_that_is_no_json_is_refused(tiny_run, tmp_path):
     (folder / "agent.json").write_text("[]")
     with pytest.raises(RunError, match="does not hold a JSON object"):
         load(folder)
+
+
+def test_planning_in_bfloat16_says_nearly_the_same(tiny_run, frames):
+    agent = tiny_run.agent()
+    low = agent.playing(bfloat16=True)
+    controls = torch.randint(-1, 2, (3, 5, 25, 3)).float()
+    stacks = torch.from_numpy(frames)
+    for outlooks in zip(*(one.imagine(one.perceive(stacks), controls) for one in (agent, low)), strict=True):
+        assert all(p.dtype == torch.float32 for p in outlooks)
+        assert (outlooks[0] != outlooks[1]).any()
+        torch.testing.assert_close(*outlooks, atol=0.03, rtol=0)  # eight bits, over 25 steps
+    assert not agent.low
+    assert presage.evaluate(low, ["toy"], episodes=1, seed=1)["bfloat16"]

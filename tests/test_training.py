@@ -1,5 +1,6 @@
 """Schedules and gradients by hand; and that it learns, and learns the same twice."""
 
+from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
@@ -74,7 +75,7 @@ def test_batch_norms_statistics_for_play_are_of_the_weights_as_they_are():
     model, pictures = small_model(), torch.full((400, 4, 84, 84), 87, dtype=torch.uint8)
     pictures[torch.arange(400), :, torch.arange(400) % 84, torch.arange(400) % 81] = 200  # a ball
     store = SimpleNamespace(stacks=pictures.__getitem__, home=torch.device("cpu"), device=torch.device("cpu"))
-    updater = SimpleNamespace(store=store, size=40, fast=False)
+    updater = SimpleNamespace(store=store, size=40, precision=nullcontext)
     sampler = SimpleNamespace(rows=lambda update, size: np.arange(update * size, (update + 1) * size) % 400)
     optimizer = make_optimizer(model, TrainConfig())
     optimizer.param_groups[0]["lr"] = 1e-2
@@ -96,12 +97,12 @@ def test_measuring_tells_each_cases_loss_and_leaves_the_network_as_it_was(monkey
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     monkeypatch.setattr("presage.training.assemble", lambda store, rows, horizon: Batch(*(t[rows] for t in batch)))
     store = SimpleNamespace(home=torch.device("cpu"), device=torch.device("cpu"))
-    found = measure(model, SimpleNamespace(store=store, horizon=5, fast=False), torch.arange(6))
+    found = measure(model, SimpleNamespace(store=store, horizon=5, precision=nullcontext), torch.arange(6))
     logits = model(batch.frames, batch.controls)
     alone = [loss(*(part[i : i + 1] for part in (logits, *batch[2:]))) for i in range(6)]
     torch.testing.assert_close(found, torch.stack(alone).detach())
     model.load_state_dict(before)
-    measure(model, SimpleNamespace(store=store, horizon=5, fast=False), torch.arange(6))
+    measure(model, SimpleNamespace(store=store, horizon=5, precision=nullcontext), torch.arange(6))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]) or "num_batches" in name, name
     assert all(n.momentum == 0.1 for n in model.modules() if isinstance(n, torch.nn.BatchNorm2d))
@@ -184,3 +185,19 @@ def test_the_other_predictions_train_too(kind):
     optimizer.param_groups[0]["lr"] = 1e-2
     losses = [float(update_once(model, optimizer, batch, 1.0)) for _ in range(30)]
     assert losses[-1] < 0.7 * losses[0]
+
+
+def test_updates_in_bfloat16_learn_what_those_in_float32_do():
+    """Forty updates on one batch, from the same weights. bfloat16 has eight bits: a loss moves by some per cent."""
+    losses = []
+    for low in (False, True):
+        model, batch = small_model().train(), some_batch()
+        optimizer = make_optimizer(model, TrainConfig())
+        optimizer.param_groups[0]["lr"] = 1e-2
+        losses.append([float(update_once(model, optimizer, batch, 1.0, low)) for _ in range(40)])
+        assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    plain, low = np.array(losses)
+    assert (plain != low).any()
+    assert plain[-1] < 0.2 * plain[0]
+    np.testing.assert_allclose(low[:5], plain[:5], rtol=0.05)
+    assert low[-1] < 0.2 * low[0]

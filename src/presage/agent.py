@@ -20,7 +20,7 @@ from presage.events import Outlook
 from presage.files import checksum, encode_tensors, read_json, write_bytes, write_json
 from presage.games import find
 from presage.graphs import Captured
-from presage.model import Model
+from presage.model import LOW, Model
 from presage.planner import Planner
 from presage.pools import Array
 from presage.tasks import FRAME, STACK, Spec, Task
@@ -72,6 +72,7 @@ class Agent:
         self.plays = iteration + 1  # the iteration whose k and thresholds it plays by
         self.bound: float | None = None  # on P(died) in all games, instead of those thresholds
         self.fast = config.machine.fused and fused.fits(model, device)
+        self.low = config.machine.bfloat16 and device.type == "cpu"
         self.generator = torch.Generator(device).manual_seed(config.seed)
         self.captured: dict[Any, tuple[torch.Generator, Captured]] = {}
 
@@ -81,9 +82,10 @@ class Agent:
         threshold: float | None = None,
         carry: bool | None = None,
         monotone: bool | None = None,
+        bfloat16: bool | None = None,
     ) -> "Agent":
         """The same network, which plans otherwise: with this k, with this bound on P(died) in all games, with or
-        without considering the last plan again or taking P(died) never to fall."""
+        without considering the last plan again, taking P(died) never to fall, or bfloat16 on a CPU."""
         old = self.config.plan
         plan = replace(
             old,
@@ -96,6 +98,7 @@ class Agent:
         other = copy(self)
         other.config = check(replace(self.config, plan=plan))
         other.bound = self.bound if threshold is None else threshold
+        other.low = self.low if bfloat16 is None else bfloat16 and self.device.type == "cpu"
         other.captured = {}
         return other
 
@@ -115,12 +118,11 @@ class Agent:
         With no seed it draws from the agent's own generator. fast: use a GPU's fused network, if there is one.
         """
         fast = fast and self.fast
-        imagine = partial(fused.imagine, self.model) if fast else self.model.imagine
         thresholds = [self.threshold(spec) for spec in specs]
         generator = self.generator if seed is None else torch.Generator(self.device).manual_seed(seed)
         return Planner(
-            perceive=partial(fused.perceive, self.model) if fast else self.model.perceive,
-            imagine=partial(imagine, monotone=self.config.plan.monotone),
+            perceive=partial(fused.perceive, self.model) if fast else self.perceive,
+            imagine=partial(fused.imagine, self.model, monotone=self.config.plan.monotone) if fast else self.imagine,
             tables=controls_table(specs).to(self.device),
             action_counts=torch.tensor([len(spec.controls) for spec in specs], device=self.device),
             thresholds=torch.tensor(thresholds, dtype=torch.float32, device=self.device),
@@ -129,6 +131,14 @@ class Agent:
             generator=generator,
             carry=self.config.plan.carry,
         )
+
+    def perceive(self, frames: Tensor) -> Tensor:
+        with torch.autocast(self.device.type, LOW, enabled=self.low):
+            return self.model.perceive(frames)
+
+    def imagine(self, h: Tensor, controls: Tensor) -> Outlook:
+        with torch.autocast(self.device.type, LOW, enabled=self.low):
+            return self.model.imagine(h, controls, self.config.plan.monotone)
 
     def chooser(self, specs: Sequence[Spec], seed: int, group: int = 0) -> Chooser:
         """A planner for a long play of all these games; on a GPU each step is one launch.

@@ -4,6 +4,7 @@ import os
 import platform
 import shutil
 import time
+import timeit
 from collections.abc import Callable, Sequence
 from contextlib import closing
 from pathlib import Path
@@ -25,7 +26,7 @@ from presage.config import Config, check_schedule, preset, with_fields
 from presage.errors import UsageError
 from presage.games import atari_games, find
 from presage.graphs import WARM_UP
-from presage.model import Model
+from presage.model import LOW, Model
 from presage.progress import Interrupt, say
 from presage.run import provenance
 from presage.store import HELDOUT, Store, budget, gpu_memory, machine_memory, shard_path
@@ -238,6 +239,14 @@ def synchronize(device: torch.device) -> None:
         torch.cuda.synchronize()
 
 
+def bfloat16_speed() -> str:
+    """A product of the size that planning has, side by side; the better of several tries of each."""
+    a, b = torch.rand(3_200, 100), torch.rand(100, 500)
+    a_low, b_low = a.to(LOW), b.to(LOW)
+    low, usual = (min(timeit.repeat(work, number=3, repeat=5)) for work in (lambda: a_low @ b_low, lambda: a @ b))
+    return f"{usual / low:.1f} times as fast as float32: --bfloat16 is " + ("worth it" if usual > 1.5 * low else "slow")
+
+
 def examine() -> dict[str, str]:
     """What this machine has, and what would be slow here."""
     memory, disk = machine_memory() / 2**30, shutil.disk_usage(Path.cwd()).free / 2**30
@@ -249,6 +258,7 @@ def examine() -> dict[str, str]:
         "torch": torch.__version__,
         "ale-py, gymnasium": f"{ale_py.__version__}, {gymnasium.__version__}",
         "device": torch.cuda.get_device_name() if cuda else f"CPU, {os.cpu_count()} cores",
+        "bfloat16 on the CPU": bfloat16_speed(),
         "games with a ROM": str(len(atari_games())),
         "memory": f"{memory:.1f} GiB",
         "disk free here": f"{disk:.1f} GiB",

@@ -91,6 +91,7 @@ def evaluate(
     random: bool = False,
     heldout: bool = False,
     probe: int | None = None,
+    bfloat16: bool | None = None,
     json: bool = False,
 ) -> None:
     """Score a run's agent, or an exported one, on full episodes; with --heldout or --probe, on what it foresees.
@@ -111,6 +112,7 @@ def evaluate(
         heldout: Do not play: tell how well it foresees what happens in cases that the run has held out.
         probe: Do not count points: at so many moments of planned play a game, try out plans that it considers and the
             one it chooses, and tell how well it foresaw what comes of them and how well it chose.
+        bfloat16: On a CPU, plan with matrix products in bfloat16 (True) or not (False); as the run does unless told.
         json: Print one JSON object on standard output and nothing else there.
     """
     from presage.agent import load
@@ -118,14 +120,14 @@ def evaluate(
     from presage.run import provenance
 
     if heldout:
-        plans = (k, threshold, monotone, sticky, probe)
+        plans = (k, threshold, monotone, bfloat16, sticky, probe)
         if random or no_carry or any(value is not None for value in plans):
             raise UsageError("--heldout does not play: leave out --random, --sticky, --probe and how to plan.")
         _tell_knowledge(run, iteration, games, json)
         return
     if probe is not None and (random or sticky is not None):
         raise UsageError("--probe looks at planned play without sticky actions: leave out --random and --sticky.")
-    agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone)
+    agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone, bfloat16)
     if probe is not None:
         _tell_probes(run, agent, games, probe, seed, json)
         return

@@ -144,6 +144,9 @@ class MachineConfig:
     """Seconds between checkpoints inside a training phase, at least: a GPU does thousands of updates in that time."""
     fused: bool = True
     """Use the fused kernels and bfloat16 where the GPU can; off: plain PyTorch in float32."""
+    bfloat16: bool = False
+    """Without a GPU: matrix products in bfloat16, too. Plans take a third of the time where the processor can do that
+    (`presage doctor`), and far longer where it cannot."""
 
 
 @dataclass(frozen=True)

@@ -63,6 +63,7 @@ def evaluate(
         "policy": "random" if random else "planned",
         "seed": seed,
         "sticky": sticky,
+        "bfloat16": agent.fast or agent.low,
         "max_frames": max_frames,
         "seconds": time.monotonic() - began,
         "games": results,

@@ -11,11 +11,9 @@ from torch import Tensor
 from presage.batches import Batch, aims
 from presage.events import Outlook, Targets
 from presage.graphs import Branch
-from presage.model import RRNN, Model, outlook
+from presage.model import LOW, RRNN, Model, outlook
 from presage.store import Resident, Store
 from presage.tasks import STACK
-
-LOW = torch.bfloat16  # of matrix products; states, statistics, sums and parameters stay float32
 
 
 def fits(model: Model, device: torch.device) -> bool:
@@ -96,7 +94,7 @@ class Learner:
 def perceive(model: Model, frames: Tensor) -> Tensor:
     """As model.perceive."""
     with torch.autocast("cuda", LOW):
-        return model.perception(frames).float()  # type: ignore[no-any-return]
+        return model.perception(frames)  # type: ignore[no-any-return]
 
 
 @torch.inference_mode()

@@ -13,6 +13,7 @@ from presage.tasks import FRAME, STACK
 
 CONTROL = 3  # numbers in a control
 OUTCOMES = 2  # died, scored
+LOW = torch.bfloat16  # of matrix products, where that is wanted; states, statistics, sums and parameters stay float32
 MOTION = 4.0  # by how much changes are enlarged: a ball is a pixel or two
 
 
@@ -50,7 +51,7 @@ class Perception(nn.Module):
         x = frames.to(torch.float32, memory_format=torch.channels_last) / 255  # [B, 4, 84, 84]
         if self.motion:
             x = torch.cat([MOTION * x.diff(dim=1), x[:, -1:]], 1).contiguous(memory_format=torch.channels_last)
-        return self.out(self.stages(x).flatten(1))  # type: ignore[no-any-return]  # [B, S]
+        return self.out(self.stages(x).flatten(1)).float()  # type: ignore[no-any-return]  # [B, S]
 
 
 class RRNN(nn.Module):
@@ -122,7 +123,7 @@ class Valuation(nn.Module):
         self.out = nn.Linear(state_size, OUTCOMES)
 
     def forward(self, h: Tensor) -> Tensor:
-        return self.out(F.relu(self.inner(layer_norm(h))))  # type: ignore[no-any-return]  # [..., 2]
+        return self.out(F.relu(self.inner(layer_norm(h)))).float()  # type: ignore[no-any-return]  # [..., 2]
 
 
 def layer_norm(h: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from presage.batches import Batch, HardCases, Measured, Sampler, assemble, strea
 from presage.config import Config, TrainConfig, at
 from presage.errors import RunError
 from presage.graphs import Captured
-from presage.model import Model, case_losses, loss
+from presage.model import LOW, Model, case_losses, loss
 from presage.progress import Bar, Interrupt
 from presage.store import Store
 
@@ -57,9 +57,11 @@ def set_rate(optimizer: torch.optim.Adam, rate: float) -> None:
         group["rate"] = rate
 
 
-def update_once(model: Model, optimizer: torch.optim.Adam, batch: Batch, clamp: float) -> Tensor:
+def update_once(model: Model, optimizer: torch.optim.Adam, batch: Batch, clamp: float, low: bool = False) -> Tensor:
     """Forward, backward, clamp, step; the loss."""
-    value = loss(model(batch.frames, batch.controls), batch.died, batch.scored, batch.mask)
+    with torch.autocast(batch.frames.device.type, LOW, enabled=low):
+        logits = model(batch.frames, batch.controls)
+    value = loss(logits, batch.died, batch.scored, batch.mask)
     optimizer.zero_grad()
     value.backward()  # type: ignore[no-untyped-call]
     torch.nn.utils.clip_grad_value_(optimizer.param_groups[0]["params"], clamp)
@@ -75,11 +77,12 @@ class Updater:
         self.store, self.size, self.horizon = store, config.train.batch_size, config.data.horizon
         on_gpu, clamp = store.device.type == "cuda", config.train.clamp
         self.fast = config.machine.fused and config.train.trainable == "all" and fused.fits(model, store.device)
+        self.low = self.fast or (config.machine.bfloat16 and not on_gpu)
         learner = fused.Learner(model, optimizer, clamp) if self.fast else None
 
         def learn(*parts: Tensor) -> Tensor:
             batch = Batch(*parts)
-            return learner.update(batch) if learner else update_once(model, optimizer, batch, clamp)
+            return learner.update(batch) if learner else update_once(model, optimizer, batch, clamp, self.low)
 
         def gather_and_learn(rows: Tensor) -> Tensor:
             if learner:
@@ -105,6 +108,10 @@ class Updater:
         """The rows of several updates [n, B] in one copy."""
         rows = np.stack([sampler.rows(update, self.size) for update in updates])
         return torch.from_numpy(rows).pin_memory().to(self.store.home, non_blocking=True)
+
+    def precision(self) -> torch.autocast:
+        """In this the plain network multiplies as updates do."""
+        return torch.autocast(self.store.device.type, LOW, enabled=self.low)
 
     def __call__(self, *given: Tensor) -> Tensor:
         """The loss of one update."""
@@ -206,9 +213,8 @@ def measure(model: Model, updater: Updater, rows: Tensor) -> Tensor:
     with remembering(model, 0.0):  # nothing of it
         for some in torch.split(rows, MEASURED_AT_ONCE[store.device.type]):
             batch = Batch(*(part.to(store.device) for part in assemble(store, some.to(store.home), updater.horizon)))
-            with torch.autocast(store.device.type, fused.LOW, enabled=updater.fast):
-                h = model.perception(batch.frames).float()  # so that states stay float32
-                logits = model.valuation(model.prediction(h, batch.controls)).float()
+            with updater.precision():
+                logits = model(batch.frames, batch.controls)
             parts.append(case_losses(logits, batch.died, batch.scored, batch.mask))
     return torch.cat(parts).cpu()
 
@@ -228,7 +234,7 @@ def take_statistics(model: Model, updater: Updater, sampler: Sampler, updates: r
             norm.reset_running_stats()
         for update in updates:
             frames = store.stacks(torch.from_numpy(sampler.rows(update, updater.size)).to(store.home))
-            with torch.autocast(store.device.type, fused.LOW, enabled=updater.fast):  # as it plays
+            with updater.precision():  # as it plays
                 model.perception(frames.to(store.device))
 
 
