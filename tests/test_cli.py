@@ -52,7 +52,7 @@ def test_help_lists_the_commands_and_each_has_its_own():
         (("evaluate", "nowhere"), "there is no run in nowhere"),
         (("evaluate", "nowhere", "--heldout", "--k", "9"), "--heldout does not play"),
         (("evaluate", "nowhere", "--heldout", "--probe", "9"), "--heldout does not play"),
-        (("evaluate", "nowhere", "--probe", "9", "--random"), "--probe looks at planned play"),
+        (("evaluate", "nowhere", "--probe", "9", "--sticky", "0.1"), "--probe looks at play without sticky actions"),
         (("evaluate", "nowhere", "--episodes", "none"), "--episodes"),
         (("play", "nowhere"), "there is no run in nowhere"),
         (("bench", "--seconds", "0"), "seconds must be more than 0"),

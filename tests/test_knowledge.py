@@ -107,6 +107,21 @@ def test_probes_tell_what_comes_of_plans(tiny_run):
         probe(agent.playing(k=2), ["toy"])
 
 
+def test_moments_of_random_play_are_the_same_for_all_networks(tiny_run, monkeypatch):
+    seen = []
+    for iteration, random in ((1, True), (2, True), (1, False)):
+        agent = tiny_run.agent(iteration).playing(k=5)
+        perceive = agent.model.perceive
+        stacks = []
+        monkeypatch.setattr(
+            agent.model, "perceive", lambda frames, stacks=stacks, f=perceive: stacks.append(frames) or f(frames)
+        )
+        assert probe(agent, ["breakout"], number=12, random=random)["policy"] == ("random" if random else "planned")
+        seen.append(torch.cat([frames for frames in stacks if len(frames) == 1]))  # those of single moments
+    assert torch.equal(seen[0], seen[1])
+    assert not torch.equal(seen[0], seen[2])
+
+
 def test_choices_by_hand():
     """Five plans at each moment, the first of which was chosen. The second and fourth tell whether it matters, the
     third and fifth how many random ones die."""

@@ -50,6 +50,16 @@ def test_the_cosine_warms_up_and_goes_down_to_nothing_over_the_whole_run():
     assert rates[-1] < 1e-6
 
 
+def test_annealing_does_that_in_each_iteration():
+    config = with_fields(preset("paper"), iterations=2, updates=500, lr=((1, 1e-3), (2, 1e-4)), lr_decay="anneal")
+    for iteration, highest in ((1, 1e-3), (2, 1e-4)):
+        rates = [learning_rate(config, iteration, u) for u in range(500)]
+        assert rates[0] < 0.02 * highest
+        assert max(rates) == pytest.approx(highest, rel=0.1)
+        assert rates[250] == pytest.approx(highest / 2)
+        assert rates[-1] < 1e-4 * highest
+
+
 def test_gradients_are_clamped_element_wise_before_adam():
     """Two updates against Adam with L2 weight decay written out (S22)."""
     model, batch, clamp, decay, lr = small_model(), some_batch(), 0.01, 0.1, 0.01

@@ -110,8 +110,9 @@ def evaluate(
         max_frames: Where an episode is cut, in emulator frames: 30 minutes of play unless told.
         random: Play at random instead, in the same way: the score to beat.
         heldout: Do not play: tell how well it foresees what happens in cases that the run has held out.
-        probe: Do not count points: at so many moments of planned play a game, try out plans that it considers and the
-            one it chooses, and tell how well it foresaw what comes of them and how well it chose.
+        probe: Do not count points: at so many moments of its play a game, try out plans that it considers and the one
+            it chooses, and tell how well it foresaw what comes of them and how well it chose. With --random, at moments
+            of random play, which are the same for every network.
         bfloat16: On a CPU, plan with matrix products in bfloat16 (True) or not (False); as the run does unless told.
         json: Print one JSON object on standard output and nothing else there.
     """
@@ -125,11 +126,11 @@ def evaluate(
             raise UsageError("--heldout does not play: leave out --random, --sticky, --probe and how to plan.")
         _tell_knowledge(run, iteration, games, json)
         return
-    if probe is not None and (random or sticky is not None):
-        raise UsageError("--probe looks at planned play without sticky actions: leave out --random and --sticky.")
+    if probe is not None and sticky is not None:
+        raise UsageError("--probe looks at play without sticky actions: leave out --sticky.")
     agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone, bfloat16)
     if probe is not None:
-        _tell_probes(run, agent, games, probe, seed, json)
+        _tell_probes(run, agent, games, probe, seed, random, json)
         return
     made = provenance(agent.device)  # now: hours later the checkout may hold other code than what runs here
     result = score(agent, games or None, episodes, seed=seed, random=random, sticky=sticky, max_frames=max_frames)
@@ -144,13 +145,13 @@ def evaluate(
     Console().print(table)
 
 
-def _tell_probes(run: Path, agent: Any, games: Sequence[str], number: int, seed: int, json: bool) -> None:
+def _tell_probes(run: Path, agent: Any, games: Sequence[str], number: int, seed: int, random: bool, json: bool) -> None:
     from presage.probe import KINDS, probe
     from presage.run import provenance
 
     made = provenance(agent.device)
-    result = probe(agent, games or None, number, seed)
-    title = f"iteration {result['iteration']}, k = {result['k']}: plans tried out at moments of planned play"
+    result = probe(agent, games or None, number, seed, random)
+    title = f"iteration {result['iteration']}, k = {result['k']}: plans tried out at moments of {result['policy']} play"
     rows = [(game, f"{kind} plans", found[kind]) for game, found in result["games"].items() for kind in KINDS]
     if _noted(run / "probes.jsonl", result | {"made": made}, json):
         return

@@ -92,8 +92,9 @@ class TrainConfig:
     """Cases in an update."""
     lr: Schedule = ((1, 1e-4), (4, 5e-5), (7, 1e-5))
     """Adam's learning rate: pairs of (from iteration, value)."""
-    lr_decay: Literal["halve", "cosine"] = "halve"
-    """Halved for the second half of each iteration (the paper), or a cosine down to zero over the whole run."""
+    lr_decay: Literal["halve", "anneal", "cosine"] = "halve"
+    """Halved for the second half of each iteration (the paper), or a cosine down to zero: in each iteration (anneal) or
+    over the whole run (cosine)."""
     weight_decay: Amount = 1e-4
     """L2 penalty, added to the gradient."""
     clamp: Amount = 1.0

@@ -1,8 +1,8 @@
 """Whether a network is right about plans that it does not choose, and whether it chooses well where that matters.
 
-Planned play holds only the sequences that were chosen, so held-out cases of it cannot tell. Here planned play is
-stopped now and then, and plans are tried out from that very moment: random ones, as the planner considers them, and the
-chosen one.
+Planned play holds only the sequences that were chosen, so held-out cases of it cannot tell. Here play is stopped now
+and then, and plans are tried out from that very moment: random ones, as the planner considers them, and the chosen one.
+A network's own play leads to moments of its own; those of random play are the same for all networks.
 """
 
 from collections.abc import Iterator, Sequence
@@ -15,7 +15,7 @@ import torch
 
 from presage.agent import Agent
 from presage.arena import Arena
-from presage.collect import whole_seed
+from presage.collect import random_chooser, whole_seed
 from presage.errors import UsageError
 from presage.events import targets
 from presage.games import find
@@ -24,9 +24,9 @@ from presage.pools import Array
 from presage.progress import Bar
 from presage.tasks import Task
 
-ARENA, CHOOSER, LATE = 9, 10, 11  # which generator a seed is for
+ARENA, CHOOSER, LATE, RANDOM = 9, 10, 11, 12  # which generator a seed is for
 GAMES = 8  # at a time: fewer see further into a game
-BETWEEN = 40  # steps of planned play between two moments of a game
+BETWEEN = 40  # steps between two moments of a game
 TRIED = 24  # random plans a moment, at most
 KINDS = ("random", "chosen")
 
@@ -38,22 +38,34 @@ class Moment(NamedTuple):
     events: Array  # bool [n, H, 3]: died, scored, ended
 
 
-def probe(agent: Agent, games: Sequence[str | Task] | None = None, number: int = 256, seed: int = 0) -> dict[str, Any]:
-    """Of each game: what was said of plans at `number` moments, what came of them, and how well it chose."""
+def probe(
+    agent: Agent, games: Sequence[str | Task] | None = None, number: int = 256, seed: int = 0, random: bool = False
+) -> dict[str, Any]:
+    """Of each game: what was said of plans at `number` moments, what came of them, and how well it chose.
+
+    random: moments of random play instead of its own.
+    """
     if number < 1 or seed < 0 or agent.k < 3:
         raise UsageError("there must be at least 1 moment, 3 plans at each, and the seed not negative.")
     tasks = find(list(agent.specs) if games is None else games)
-    found = {task.name: _game(agent, task, number, seed) for task in tasks}
+    found = {task.name: _game(agent, task, number, seed, random) for task in tasks}
     plan = agent.config.plan
-    how = {"iteration": agent.iteration, "k": agent.k, "seed": seed, "monotone": plan.monotone, "carry": plan.carry}
-    thresholds = {task.name: agent.threshold(agent.spec(task)) for task in tasks}
-    return how | {"thresholds": thresholds, "games": found}
+    return {
+        "iteration": agent.iteration,
+        "k": agent.k,
+        "thresholds": {task.name: agent.threshold(agent.spec(task)) for task in tasks},
+        "carry": plan.carry,
+        "monotone": plan.monotone,
+        "policy": "random" if random else "planned",
+        "seed": seed,
+        "games": found,
+    }
 
 
-def _game(agent: Agent, task: Task, number: int, seed: int) -> dict[str, Any]:
+def _game(agent: Agent, task: Task, number: int, seed: int, random: bool) -> dict[str, Any]:
     found: list[Moment] = []
     with closing(Arena([task], GAMES, doubles=True)) as arena, Bar(f"probe {task.name}", number, "moments") as bar:
-        for moment in islice(moments(agent, task, arena, seed), number):
+        for moment in islice(moments(agent, task, arena, seed, random), number):
             found.append(moment)
             bar.advance()
     parts = {"random": foretold(found, slice(1, None)), "chosen": foretold(found, slice(1))}
@@ -61,11 +73,12 @@ def _game(agent: Agent, task: Task, number: int, seed: int) -> dict[str, Any]:
     return told | {"choices": choices(found)}
 
 
-def moments(agent: Agent, task: Task, arena: Arena, seed: int) -> Iterator[Moment]:
-    """Planned play for ever, of which each game is looked at now and then, all at different times."""
+def moments(agent: Agent, task: Task, arena: Arena, seed: int, random: bool) -> Iterator[Moment]:
+    """Play for ever, of which each game is looked at now and then, all at different times."""
     spec, device = agent.spec(task), agent.device
     planner = agent.planner([spec] * GAMES, whole_seed(seed, CHOOSER))
     late = np.random.default_rng(whole_seed(seed, LATE)).integers(0, BETWEEN, GAMES)
+    at_random = random_chooser([task], GAMES, whole_seed(seed, RANDOM))
     frames, fresh = arena.reset((seed, ARENA)), np.ones(GAMES, bool)
     for turn in count():
         starts = torch.from_numpy(fresh).to(device)
@@ -79,7 +92,7 @@ def moments(agent: Agent, task: Task, arena: Arena, seed: int) -> Iterator[Momen
             controls = planner.tables[row][tried][None]  # [1, n, H, 3]
             said = torch.stack(agent.model.imagine_steps(h, controls, agent.config.plan.monotone), -1)[0]
             yield Moment(said.cpu().numpy(), arena.try_out(int(row), tried.cpu().numpy()))
-        arena.send(plan.best[:, 0].cpu().numpy())
+        arena.send(at_random(frames, fresh) if random else plan.best[:, 0].cpu().numpy())
         frames, _, _, _, fresh = arena.recv()
 
 

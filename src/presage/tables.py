@@ -133,7 +133,7 @@ def known(run: Run) -> list[dict[str, Any]]:
 
 
 def probes(runs: Sequence[Run]) -> Rows:
-    """What `presage evaluate --probe` found: plans tried out at moments of planned play."""
+    """What `presage evaluate --probe` found: plans tried out at moments of planned or random play."""
     return [
         row | {"sequences": kind} | flat(found[kind]) | overall(found[kind]["calibration"]["died"])
         for row, found in probed(runs)
@@ -152,6 +152,7 @@ def probed(runs: Sequence[Run]) -> Iterator[tuple[dict[str, Any], dict[str, Any]
     for run in runs:
         for line in read_lines(run.path / "probes.jsonl"):
             how = {name: line[name] for name in ("iteration", "k", "monotone")} | {"carry": line.get("carry", True)}
+            how["policy"] = line.get("policy", "planned")  # which older probes do not say
             for game, found in line["games"].items():
                 row = {"run": run.path.name} | how | {"threshold": line.get("thresholds", {}).get(game), "game": game}
                 last[tuple(row.values())] = row, found
@@ -258,7 +259,7 @@ def compared_scores(rows: Rows, games: Sequence[str]) -> str:
 
 
 def compared_probes(rows: Rows) -> str:
-    titles = ["run", "network", "plans", "game", "sequences"]
+    titles = ["run", "network", "plans", "game", "play", "sequences"]
     titles += ["loss", "the best constant's", "P(died) said", "happened", "F1"]
     lines = [
         [*probed_where(row), f"{row['cases']} {row['sequences']}"]
@@ -267,11 +268,12 @@ def compared_probes(rows: Rows) -> str:
         + [f"{row['died_f1']:.2f}"]
         for row in rows
     ]
-    return f"{markdown(titles, lines)}\nSequences played out from states of planned play; deaths over all steps.\n"
+    caption = "Sequences played out from states of the network's own play, or of random play; deaths over all steps."
+    return f"{markdown(titles, lines)}\n{caption}\n"
 
 
 def compared_choices(rows: Rows) -> str:
-    titles = ["run", "network", "plans", "game", "moments", "random plans die", "chosen ones die", "told apart"]
+    titles = ["run", "network", "plans", "game", "play", "moments", "random plans die", "chosen ones die", "told apart"]
     shares = ("random_died", "chosen_died", "told_apart")
     lines = [[*probed_where(row), str(row["moments"]), *(percent(row[name]) for name in shares)] for row in rows]
     caption = (
@@ -283,7 +285,8 @@ def compared_choices(rows: Rows) -> str:
 
 def probed_where(row: dict[str, Any]) -> list[str]:
     plans = f"k {row['k']}" + ", monotone" * row["monotone"] + ", nothing carried over" * (not row["carry"])
-    return [row["run"], f"iteration {row['iteration']}", plans, row["game"]]
+    where = "random play" if row["policy"] == "random" else "its own"
+    return [row["run"], f"iteration {row['iteration']}", plans, row["game"], where]
 
 
 def percent(share: float | None) -> str:

@@ -21,7 +21,7 @@ from presage.store import Store
 
 SAMPLER = 3  # which generator a seed is for
 AT_ONCE = 100  # updates whose rows go to a GPU together
-WARM_UP = 100  # updates, with lr_decay = cosine
+WARM_UP = 100  # updates, where a cosine begins
 STATISTICS = 100  # batches that batch norm's statistics are taken from, at most
 ROUND = 500  # updates after which it is measured which cases are hard ...
 POOL = 100  # ... among those of so many batches; what was measured ...
@@ -33,9 +33,11 @@ def learning_rate(config: Config, iteration: int, update: int) -> float:
     train, base = config.train, at(config.train.lr, iteration)
     if train.lr_decay == "halve":
         return base if update < train.updates / 2 else base / 2
-    done = (iteration - 1) * train.updates + update
+    done, of = update, train.updates
+    if train.lr_decay == "cosine":
+        done, of = done + (iteration - 1) * of, config.iterations * of
     warm = min(1.0, (done + 1) / WARM_UP)
-    return base * warm * (0.5 + 0.5 * math.cos(math.pi * done / (config.iterations * train.updates)))
+    return base * warm * (0.5 + 0.5 * math.cos(math.pi * done / of))
 
 
 def make_optimizer(model: Model, config: TrainConfig) -> torch.optim.Adam:
