@@ -196,7 +196,7 @@ def test_a_report_of_two_runs_tells_them_apart(tiny_run, tmp_path):
         assert f"- {run.name}: `presage train --preset " in compared
         found = json.loads((run / "probes.jsonl").read_text())["games"]["toy"]["random"]
         told = f"{found['cases']} random | {found['cross_entropy']:.3f}"
-        assert f"| {run.name} | iteration 2 | k 4 | toy | {told} |" in compared
+        assert f"| {run.name} | iteration 2 | k 4 | toy | its own | {told} |" in compared
     names = {p.stem for p in (tmp_path / "report").glob("*.png")}
     assert names == {*FIGURES[:3], *(f"{name}-{run.name}" for name in FIGURES[3:] for run in runs)}
     rows = (tmp_path / "report" / "calibration.csv").read_text().splitlines()[1:]

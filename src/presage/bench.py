@@ -55,6 +55,7 @@ def measure(
     envs: int | None = None,
     groups: int | None = None,
     k: int | None = None,
+    bfloat16: bool = False,
 ) -> dict[str, Any]:
     """All figures, taken one after the other in this process with the paper's network."""
     tasks, device = find(games), device_of(device_name)
@@ -68,7 +69,7 @@ def measure(
     config = with_fields(
         preset("paper"), games=tuple(task.name for task in tasks), iterations=1, envs=scale.envs, groups=scale.groups,
         shard_steps=shard, first_steps=shard, later_steps=shard, heldout_steps=scale.envs * FIRST, k=((1, scale.k),),
-        device=device_name,
+        device=device_name, bfloat16=bfloat16,
     )  # fmt: skip
     torch.manual_seed(0)
     model = Model(config.model).to(device)
@@ -99,6 +100,7 @@ def measure(
         "environments": len(tasks) * scale.envs,
         "groups": scale.groups,
         "k": scale.k,
+        "bfloat16": agent.fast or agent.low,
         "emulator_steps_per_s": emulator,
         "collect_steps_per_s": collected["steps_per_s"],
         "collect_over_emulator": collected["steps_per_s"] / emulator,

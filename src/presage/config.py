@@ -154,7 +154,7 @@ class MachineConfig:
 class Config:
     """One experiment."""
 
-    preset: Literal["paper", "paper-overlap", "best", "quickstart", "debug"] = "paper"
+    preset: Literal["paper", "paper-overlap", "anneal", "best", "quickstart", "debug"] = "paper"
     """Where every other default comes from."""
     games: tuple[str, ...] = ("pong", "breakout", "demon_attack")
     """Games to learn at once, with one network."""
@@ -176,6 +176,8 @@ PRESETS: dict[str, Config] = {
     "paper": Config(),
     # The same amounts, but emulator and GPU work at the same time: data are one network older than in the paper.
     "paper-overlap": Config(preset="paper-overlap", data=DataConfig(overlap=True)),
+    # The same with one change: ten times the learning rates, down to zero in each iteration.
+    "anneal": Config(preset="anneal", train=TrainConfig(lr=((1, 1e-3), (4, 5e-4), (7, 1e-4)), lr_decay="anneal")),
     # The same amounts and network, with what did best here (docs/deviations.md).
     "best": Config(
         preset="best",
