@@ -21,7 +21,7 @@ from presage.files import checksum, encode_tensors, read_json, write_bytes, writ
 from presage.games import find
 from presage.graphs import Captured
 from presage.model import LOW, Model
-from presage.planner import Planner
+from presage.planner import Imagine, Perceive, Planner
 from presage.pools import Array
 from presage.tasks import FRAME, STACK, Spec, Task
 
@@ -115,14 +115,14 @@ class Agent:
     def planner(self, specs: Sequence[Spec], seed: int | None, fast: bool = True) -> Planner:
         """A planner for one game of each spec at a time (name a spec as often as its game is played).
 
-        With no seed it draws from the agent's own generator. fast: use a GPU's fused network, if there is one.
+        With no seed it draws from the agent's own generator. fast: as in `network`.
         """
-        fast = fast and self.fast
+        perceive, imagine = self.network(fast)
         thresholds = [self.threshold(spec) for spec in specs]
         generator = self.generator if seed is None else torch.Generator(self.device).manual_seed(seed)
         return Planner(
-            perceive=partial(fused.perceive, self.model) if fast else self.perceive,
-            imagine=partial(fused.imagine, self.model, monotone=self.config.plan.monotone) if fast else self.imagine,
+            perceive=perceive,
+            imagine=imagine,
             tables=controls_table(specs).to(self.device),
             action_counts=torch.tensor([len(spec.controls) for spec in specs], device=self.device),
             thresholds=torch.tensor(thresholds, dtype=torch.float32, device=self.device),
@@ -132,13 +132,13 @@ class Agent:
             carry=self.config.plan.carry,
         )
 
-    def perceive(self, frames: Tensor) -> Tensor:
-        with torch.autocast(self.device.type, LOW, enabled=self.low):
-            return self.model.perceive(frames)
-
-    def imagine(self, h: Tensor, controls: Tensor) -> Outlook:
-        with torch.autocast(self.device.type, LOW, enabled=self.low):
-            return self.model.imagine(h, controls, self.config.plan.monotone)
+    def network(self, fast: bool) -> tuple[Perceive, Imagine]:
+        """Its two functions: fast, the GPU's fused ones or in bfloat16, where there are such; or as they are."""
+        monotone = self.config.plan.monotone
+        if fast and self.fast:
+            return partial(fused.perceive, self.model), partial(fused.imagine, self.model, monotone=monotone)
+        precision = torch.autocast(self.device.type, LOW, enabled=fast and self.low)
+        return precision(self.model.perceive), precision(partial(self.model.imagine, monotone=monotone))
 
     def chooser(self, specs: Sequence[Spec], seed: int, group: int = 0) -> Chooser:
         """A planner for a long play of all these games; on a GPU each step is one launch.

@@ -246,7 +246,9 @@ def bfloat16_speed() -> str:
     a, b = torch.rand(3_200, 100), torch.rand(100, 500)
     a_low, b_low = a.to(LOW), b.to(LOW)
     low, usual = (min(timeit.repeat(work, number=3, repeat=5)) for work in (lambda: a_low @ b_low, lambda: a @ b))
-    return f"{usual / low:.1f} times as fast as float32: --bfloat16 is " + ("worth it" if usual > 1.5 * low else "slow")
+    return f"{usual / low:.1f} times as fast as float32: --bfloat16 " + (
+        "pays" if usual > 1.5 * low else "does not pay"
+    )
 
 
 def examine() -> dict[str, str]:
