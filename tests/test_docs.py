@@ -19,7 +19,7 @@ ORDER = (
     "errors", "config", "tasks", "toy", "games", "pools", "arena", "events", "files", "store", "batches", "model",
     "graphs", "fused_prediction", "fused_layers", "fused_perception", "fused_adam", "fused", "planner",
     "checkpoint", "agent", "progress", "collect", "training", "knowledge", "probe", "evaluation", "run", "live",
-    "drawing", "replay", "highlights", "session", "viewer", "tables", "figures", "report", "bench", "cli",
+    "drawing", "replay", "highlights", "session", "viewer", "tables", "summaries", "figures", "report", "bench", "cli",
 )  # fmt: skip
 
 

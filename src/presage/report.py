@@ -6,7 +6,7 @@ import html
 from collections.abc import Sequence
 from pathlib import Path
 
-from presage import checkpoint, drawing, figures, tables
+from presage import checkpoint, drawing, figures, summaries, tables
 from presage.agent import read_config
 from presage.drawing import scene
 from presage.errors import UsageError
@@ -14,7 +14,8 @@ from presage.games import known_games
 from presage.highlights import TITLES, highlights
 from presage.replay import Film
 from presage.run import Run
-from presage.tables import Rows, cell
+from presage.summaries import cell
+from presage.tables import Rows
 
 
 def write(folders: Sequence[Path], out: Path, looks: bool = True) -> Path:
@@ -41,8 +42,8 @@ def write(folders: Sequence[Path], out: Path, looks: bool = True) -> Path:
             (figures.steps, tables.steps),
         ):
             drawn.append(draw(table([run]), out / f"{draw.__name__}{name}"))
-    (out / "summary.md").write_text("\n".join(tables.summary(run, made) for run in runs))
-    (out / "comparison.md").write_text(tables.comparison(runs, made))
+    (out / "summary.md").write_text("\n".join(summaries.summary(run, made) for run in runs))
+    (out / "comparison.md").write_text(summaries.comparison(runs, made))
     page = out / "index.html"
     seen = "".join(look(run, out) for run in runs if looks and checkpoint.finished(run.path))
     page.write_text(render(runs, made, [picture for picture in drawn if picture], seen))
