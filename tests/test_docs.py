@@ -79,7 +79,7 @@ def test_the_results_shown_are_the_reports_own():
     assert (REPOSITORY / "docs" / "quickstart" / "summary.md").read_text().strip() in README
     shown = {
         "results.md": ("report", "small/networks", "small/alone"),
-        "deviations.md": ("pong-report",),
+        "deviations.md": ("pong-report", "random-report"),
     }
     for document, reports in shown.items():
         text = (REPOSITORY / "docs" / document).read_text()
@@ -89,8 +89,10 @@ def test_the_results_shown_are_the_reports_own():
 
 def measured(iteration: int) -> dict[str, list[dict[str, str]]]:
     """What the networks of an iteration scored, by game, as `presage report` has it."""
-    with (REPOSITORY / "results" / "report" / "scores.csv").open() as file:
-        rows = [r for r in csv.DictReader(file) if r["policy"] == "planned" and r["iteration"] == str(iteration)]
+    rows = []
+    for report in ("report", "random-report"):
+        with (REPOSITORY / "results" / report / "scores.csv").open() as file:
+            rows += [r for r in csv.DictReader(file) if r["policy"] == "planned" and r["iteration"] == str(iteration)]
     return {game: [r for r in rows if r["game"] == game] for game in ("pong", "breakout", "demon_attack")}
 
 
@@ -116,7 +118,7 @@ def test_what_mattered_after_random_play_is_what_was_measured():
     for _, *cells in lines:
         for cell, (game, rows) in zip(cells, measured(1).items(), strict=True):
             assert all(is_mean(number, rows) for number in cell.split(", ") if number.strip()), (game, cell)
-    assert len(lines) == 4
+    assert len(lines) == 6
 
 
 def test_the_readmes_make_targets_exist():
