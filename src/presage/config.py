@@ -146,8 +146,8 @@ class MachineConfig:
     fused: bool = True
     """Use the fused kernels and bfloat16 where the GPU can; off: plain PyTorch in float32."""
     bfloat16: bool = False
-    """Without a GPU: matrix products in bfloat16, too. Plans take a third of the time where the processor can do that
-    (`presage doctor`), and far longer where it cannot."""
+    """Without a GPU: matrix products in bfloat16, too. About twice as many plans in the same time where the processor
+    has instructions for it (`presage doctor` tells), fewer where it has none."""
 
 
 @dataclass(frozen=True)
