@@ -147,7 +147,7 @@ class MachineConfig:
     """Use the fused kernels and bfloat16 where the GPU can; off: plain PyTorch in float32."""
     bfloat16: bool = False
     """Without a GPU: matrix products in bfloat16, too. About twice as many plans in the same time where the processor
-    has instructions for it (`presage doctor` tells), fewer where it has none."""
+    has instructions for it, which `presage doctor` tells."""
 
 
 @dataclass(frozen=True)

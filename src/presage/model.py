@@ -51,7 +51,7 @@ class Perception(nn.Module):
         x = frames.to(torch.float32, memory_format=torch.channels_last) / 255  # [B, 4, 84, 84]
         if self.motion:
             x = torch.cat([MOTION * x.diff(dim=1), x[:, -1:]], 1).contiguous(memory_format=torch.channels_last)
-        return self.out(self.stages(x).flatten(1)).float()  # type: ignore[no-any-return]  # [B, S]
+        return self.out(self.stages(x).flatten(1)).float()  # type: ignore[no-any-return]  # [B, S]: float32, too, where layers are in LOW
 
 
 class RRNN(nn.Module):
