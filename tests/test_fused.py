@@ -295,7 +295,8 @@ def test_statistics_taken_anew_lie_where_captured_updates_keep_theirs():
         update(*batch)
     store = SimpleNamespace(device=DEVICE, home=DEVICE, stacks=lambda rows: batch.frames)
     sampler = SimpleNamespace(rows=lambda update, size: np.arange(size))
-    take_statistics(model, SimpleNamespace(store=store, size=8, fast=True), sampler, range(3))
+    updater = SimpleNamespace(store=store, size=8, precision=lambda: torch.autocast(DEVICE.type, LOW))
+    take_statistics(model, updater, sampler, range(3))
     mean = model.perception.stages[1].running_mean
     taken = mean.clone()
     mean.zero_()
