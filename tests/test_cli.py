@@ -15,6 +15,7 @@ from presage.knowledge import examine
 from presage.probe import probe
 from presage.report import write
 from presage.run import Run, add_line
+from presage.summaries import company
 from presage.tables import longest, scores
 
 REPOSITORY = Path(__file__).parents[1]
@@ -213,6 +214,23 @@ def test_networks_of_one_game_have_one_name_beside_those_of_several():
     assert [name for name, _, _ in named_lines(rows[1:])] == ["one", "two"]
 
 
+def test_networks_of_several_games_stand_beside_those_of_one():
+    def row(run, tasks, iteration, mean, own=True):
+        ways = {"policy": "planned", "own": own, "max_frames": 9, "game": "pong", "episodes": 4, "human": 9.3}
+        ends = {"ci95_low": mean - 1, "ci95_high": mean + 1}
+        return ways | ends | {"run": run, "tasks": tasks, "iteration": iteration, "mean": mean}
+
+    alone, three = row("alone", 1, 19, 18.0), row("three", 3, 19, 15.0)
+    others = [row("three", 3, 1, -16.0), row("alone", 1, 18, 7.0), row("three", 3, 19, 99.0, own=False)]
+    lines = company([alone, three, *others]).splitlines()
+    assert lines[2:-1] == [
+        "| pong | iteration 19 | 3 games | three | 15.00 (14.00 … 16.00) | 9.3 |",
+        "| pong | iteration 19 | alone | alone | 18.00 (17.00 … 19.00) | 9.3 |",
+        "",
+    ]
+    assert company([three, *others[:1]]) == ""
+
+
 def test_labels_say_only_what_tells_evaluations_apart():
     def row(run, policy="planned", iteration=3, plans="k 25"):
         return {"run": run, "policy": policy, "iteration": iteration, "plans": plans}
@@ -227,13 +245,14 @@ def test_bench_json_has_the_promised_fields():
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     promised = {"device", "emulator_steps_per_s", "collect_steps_per_s", "collect_over_emulator", "update_ms"}
-    assert set(result) >= promised | {"update_eager_ms", "plan_ms", "plan_over_network", "data_wait_fraction"}
+    promised |= {"record_steps_per_s", "record_over_emulator", "data_wait_fraction"}
+    assert set(result) >= promised | {"update_eager_ms", "plan_ms", "plan_over_network"}
     assert all(value > 0 for name, value in result.items() if isinstance(value, float) and name != "data_wait_fraction")
     rows = stages(result)
-    assert [row[0].split()[0].strip(",") for row in rows] == ["emulator", "collect", "plan", "update"]
-    assert rows[1][4] == "emulator and planning in turn"  # one group: nothing hides planning
+    assert [row[0].split()[0].strip(",") for row in rows] == ["emulator", "the", "collect", "plan", "update"]
+    assert rows[2][4] == "emulator and planning in turn"  # one group: nothing hides planning
     fast = result | {"groups": 2, "plan_ms": 1e-3, "data_wait_fraction": 0.5}
-    assert [row[4] for row in stages(fast)][1::2] == ["the emulator", "waiting for data"]
+    assert [row[4] for row in stages(fast)][2::2] == ["the emulator", "waiting for data"]
 
 
 def test_games_and_doctor_tell_what_is_here():

@@ -82,6 +82,7 @@ def measure(
         say("emulator …")
         before = raw_steps_per_s(arenas, seconds)
         say("collecting …")
+        recorded = collect_shard(run / "random", config, arenas, None, 1, 1, Interrupt(), store)
         collect_shard(run, config, arenas, agent, 1, HELDOUT, Interrupt())  # as in a run: planning is captured in it
         collected = collect_shard(run, config, arenas, agent, 1, 1, Interrupt(), store)
         emulator = (before + raw_steps_per_s(arenas, seconds)) / 2  # machines drift
@@ -102,6 +103,8 @@ def measure(
         "k": scale.k,
         "bfloat16": agent.fast or agent.low,
         "emulator_steps_per_s": emulator,
+        "record_steps_per_s": recorded["steps_per_s"],
+        "record_over_emulator": recorded["steps_per_s"] / emulator,
         "collect_steps_per_s": collected["steps_per_s"],
         "collect_over_emulator": collected["steps_per_s"] / emulator,
         "bytes_per_step": collected["bytes"] / collected["steps"],
@@ -187,7 +190,7 @@ def matrix_flops(device: torch.device) -> float:
 def stages(result: dict[str, Any]) -> list[tuple[str, ...]]:
     """The table that a person reads: each stage's time, rate, ratio to its floor, and what bounds it."""
     games, k = result["environments"], result["k"]
-    emulator, collect = result["emulator_steps_per_s"], result["collect_steps_per_s"]
+    emulator, record, collect = (result[f"{stage}_steps_per_s"] for stage in ("emulator", "record", "collect"))
     plan, update = result["plan_ms"], result["update_ms"]
     hidden = result["groups"] > 1 and games / plan * 1e3 > emulator
     waits = result["data_wait_fraction"] > 0.05
@@ -198,6 +201,13 @@ def stages(result: dict[str, Any]) -> list[tuple[str, ...]]:
 
     return [
         ("emulator, random actions", f"{games / emulator * 1e3:.2f}", f"{emulator:,.0f} steps", "", "CPU cores"),
+        (
+            "the same, recorded",
+            f"{games / record * 1e3:.2f}",
+            f"{record:,.0f} steps",
+            f"{result['record_over_emulator']:.2f} of the emulator's rate",
+            "the emulator, and packing beside it",
+        ),
         (
             f"collect, planned with k = {k}",
             f"{games / collect * 1e3:.2f}",

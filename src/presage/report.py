@@ -44,6 +44,8 @@ def write(folders: Sequence[Path], out: Path, looks: bool = True) -> Path:
             drawn.append(draw(table([run]), out / f"{draw.__name__}{name}"))
     (out / "summary.md").write_text("\n".join(summaries.summary(run, made) for run in runs))
     (out / "comparison.md").write_text(summaries.comparison(runs, made))
+    if several_and_alone := summaries.company(made["scores"]):
+        (out / "company.md").write_text(several_and_alone)
     page = out / "index.html"
     seen = "".join(look(run, out) for run in runs if looks and checkpoint.finished(run.path))
     page.write_text(render(runs, made, [picture for picture in drawn if picture], seen))

@@ -45,6 +45,22 @@ def comparison(runs: Sequence[Run], tables: dict[str, Rows]) -> str:
     )
 
 
+def company(rows: Rows) -> str:
+    """What a game's networks scored by their own plans, learned with others or alone (S25), in Markdown: those of
+    iterations that there are of both."""
+    own = longest([row for row in rows if row["policy"] == "planned" and row["own"]])
+    beside = [some for _, some in sorted(group(own, "game", "iteration").items())]
+    both = [some for some in beside if len({row["tasks"] == 1 for row in some}) == 2]
+    shown = [row for some in both for row in sorted(some, key=lambda row: -row["tasks"])]
+    lines = []
+    for row in shown:
+        learned = "alone" if row["tasks"] == 1 else f"{row['tasks']} games"
+        network = f"iteration {row['iteration']}"
+        lines.append([row["game"], network, learned, row["run"], interval(row), cell(row["human"])])
+    titles = ["game", "network", "learned", "run", "score", "human"]
+    return f"{markdown(titles, lines)}\n{protocol(shown).capitalize()}.\n" if shown else ""
+
+
 def compared_scores(rows: Rows, games: Sequence[str]) -> str:
     lines = []
     for (run, policy, iteration, how), some in group(rows, "run", "policy", "iteration", "plans").items():
