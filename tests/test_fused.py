@@ -69,7 +69,8 @@ def weights_of(model: Model) -> Weights:
 def a_batch(size: int, horizon: int) -> Batch:
     frames = torch.randint(0, 256, (size, 4, 84, 84), dtype=torch.uint8, device=DEVICE)
     controls = torch.randint(-1, 2, (size, horizon, 3), device=DEVICE).float()
-    return Batch(frames, controls, *(torch.rand(size, horizon, device=DEVICE) < p for p in (0.3, 0.3, 0.8)))
+    flags = (torch.rand(size, horizon, device=DEVICE) < p for p in (0.3, 0.3, 0.8))
+    return Batch(frames, controls, *flags, torch.arange(size, device=DEVICE) % 2)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
@@ -180,6 +181,8 @@ def test_whole_updates_with_clamp_weight_decay_and_adam():
     learner = Learner(fused, optimizers[1], clamp, torch.float32)
     for rate in (1e-2, 1e-2, 3e-3):
         batch = a_batch(4, 3)
+        if rate < 1e-2:
+            batch = batch._replace(mask=batch.mask * torch.rand(4, 1, device=DEVICE))  # cases that count differently
         for optimizer in optimizers:
             set_rate(optimizer, rate)
         a, b = learner.update(batch), update_once(plain, optimizers[0], batch, clamp)
@@ -196,7 +199,8 @@ def test_whole_updates_with_clamp_weight_decay_and_adam():
 
 
 @pytest.mark.parametrize("motion", [False, True])
-def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run, motion):
+@pytest.mark.parametrize("weights", [None, (0.2, 1.8)])
+def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run, motion, weights):
     """Frames taken from where they lie, controls and targets made on the way: the same loss and weights."""
     tasks = find(TINY["games"])
     store = Store(tasks, Budget(1024, "gpu" if DEVICE.type == "cuda" else "memory", {}), DEVICE)
@@ -211,7 +215,12 @@ def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run, motion):
         optimizer = make_optimizer(model, TrainConfig())
         set_rate(optimizer, 1e-2)
         learner = Learner(model, optimizer, 1.0, torch.float32)
-        losses.append(learner.update_from(store, rows, 3) if from_store else learner.update(assemble(store, rows, 3)))
+        batch = assemble(store, rows, 3)
+        assert len(batch.tasks.unique()) == 2
+        given = weights and torch.tensor(weights, device=DEVICE)
+        if weights:
+            batch = batch._replace(mask=batch.mask * given[batch.tasks][:, None])
+        losses.append(learner.update_from(store, rows, 3, given) if from_store else learner.update(batch))
     torch.testing.assert_close(*losses)
     for p, q in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(p, q)

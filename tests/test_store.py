@@ -139,6 +139,7 @@ def test_a_batch_is_what_was_played(played):
         start = max([s + 1 for s in np.flatnonzero(ended[env, :t])], default=0)
         stack = np.stack([frames[env, max(t - back, start)] for back in (3, 2, 1, 0)])
         assert (batch.frames[i].numpy() == stack).all()
+        assert batch.tasks[i] == env // 4
         dead = point = over = False
         for j in range(25):
             if over or t + j >= 150:

@@ -1,11 +1,13 @@
 """Schedules and gradients by hand; and that it learns, and learns the same twice."""
 
+import copy
 from contextlib import nullcontext
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import torch.nn.functional as F
 
 import presage
 from conftest import weights
@@ -14,6 +16,7 @@ from presage.config import ModelConfig, TrainConfig, preset, with_fields
 from presage.model import Model, loss
 from presage.training import (
     Lessons,
+    Updater,
     learning_rate,
     make_optimizer,
     measure,
@@ -27,7 +30,8 @@ def some_batch(size=6, horizon=5) -> Batch:
     torch.manual_seed(0)
     flags = torch.rand(3, size, horizon) < 0.3
     frames = torch.randint(0, 256, (size, 4, 84, 84), dtype=torch.uint8)
-    return Batch(frames, torch.randint(-1, 2, (size, horizon, 3)).float(), flags[0], flags[1], ~flags[2])
+    controls, tasks = torch.randint(-1, 2, (size, horizon, 3)).float(), torch.arange(size) % 2
+    return Batch(frames, controls, flags[0], flags[1], ~flags[2], tasks)
 
 
 def small_model() -> Model:
@@ -109,13 +113,31 @@ def test_measuring_tells_each_cases_loss_and_leaves_the_network_as_it_was(monkey
     store = SimpleNamespace(home=torch.device("cpu"), device=torch.device("cpu"))
     found = measure(model, SimpleNamespace(store=store, horizon=5, precision=nullcontext), torch.arange(6))
     logits = model(batch.frames, batch.controls)
-    alone = [loss(*(part[i : i + 1] for part in (logits, *batch[2:]))) for i in range(6)]
+    alone = [loss(*(part[i : i + 1] for part in (logits, *batch[2:5]))) for i in range(6)]
     torch.testing.assert_close(found, torch.stack(alone).detach())
     model.load_state_dict(before)
     measure(model, SimpleNamespace(store=store, horizon=5, precision=nullcontext), torch.arange(6))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]) or "num_batches" in name, name
     assert all(n.momentum == 0.1 for n in model.modules() if isinstance(n, torch.nn.BatchNorm2d))
+
+
+def test_balanced_tasks_count_by_one_over_the_loss_that_is_left_in_them():
+    config, batch, plain = with_fields(preset("debug"), balance=True), some_batch(), small_model()
+    model = copy.deepcopy(plain)
+    store = SimpleNamespace(tasks=("known", "chance"), home=torch.device("cpu"), device=torch.device("cpu"))
+    updater = Updater(model, make_optimizer(model, config.train), store, config)
+    updater.weigh(Measured(torch.arange(4), torch.tensor([0, 1, 1, 0]), torch.tensor([0.1, 0.5, 0.7, 0.3])))
+    assert updater.weights.tolist() == pytest.approx([1.5, 0.5])  # means of 0.2 and 0.6
+    logits = plain(batch.frames, batch.controls)
+    wanted = torch.stack([batch.died, batch.scored], -1).float()
+    each = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").mean(-1)
+    counts = batch.mask * torch.where(batch.tasks == 0, 1.5, 0.5)[:, None]
+    told = updater(*batch)
+    torch.testing.assert_close(told, ((each * counts).sum() / counts.sum()).detach())
+    update_once(plain, make_optimizer(plain, config.train), batch, 1.0)
+    ours, evenly = (m.prediction.f1.weight.grad for m in (model, plain))
+    assert not torch.allclose(ours, evenly, rtol=0.01)
 
 
 @pytest.mark.parametrize(("start", "measured_before"), [(0, [0, 500, 1000]), (3, [500, 1000]), (500, [500, 1000])])
@@ -131,13 +153,17 @@ def test_each_round_begins_with_measuring_wherever_training_goes_on(monkeypatch,
             given.append(set(sampler.hard.rows.tolist()))
             yield update
 
-    sampler, updater = SimpleNamespace(share=0.5, to_measure=to_measure), SimpleNamespace(size=4, inputs=inputs)
+    weighed = []
+    sampler = SimpleNamespace(share=0.5, to_measure=to_measure)
+    updater = SimpleNamespace(size=4, inputs=inputs, weights=None, weigh=lambda measured: weighed.append(measured.rows))
     monkeypatch.setattr("presage.training.measure", lambda model, updater, rows: torch.ones(len(rows)))
     saved = Measured(torch.tensor([-1]), torch.tensor([0]), torch.tensor([1.0])) if start else None
     assert list(Lessons(None, updater, sampler, saved).give(range(start, 1200))) == list(range(start, 1200))
     assert asked == [(update, 400) for update in measured_before]
     assert given[0] == {0: {0}, 3: {-1}, 500: {-1, 500}}[start]
     assert given[-1] == {*measured_before, *([-1] if start else [])}  # all that was measured so far
+    newest = [set(rows.tolist()) for rows in weighed]
+    assert newest == [*([{-1}] if start else []), *({update} for update in measured_before)]  # the last round's alone
 
 
 def test_rows_are_fetched_a_chunk_ahead_and_handed_out_in_order():

@@ -22,7 +22,8 @@ class Batch(NamedTuple):
     controls: Tensor  # float32 [B, H, 3]
     died: Tensor  # bool [B, H]
     scored: Tensor  # bool [B, H]
-    mask: Tensor  # bool [B, H]
+    mask: Tensor  # bool [B, H]; or float32, how much each step counts
+    tasks: Tensor  # int64 [B]: which game; the network is never told
 
 
 def controls_table(specs: Sequence[Spec]) -> Tensor:
@@ -109,7 +110,7 @@ class Sampler:
 def assemble(store: Store, rows: Tensor, horizon: int) -> Batch:
     """The batch of these rows, where the store is at home."""
     controls, wanted = aims(store, rows, horizon)
-    return Batch(store.stacks(rows), controls, *wanted)
+    return Batch(store.stacks(rows), controls, *wanted, store.tasks_of(rows))
 
 
 def aims(store: Store, rows: Tensor, horizon: int) -> tuple[Tensor, Targets]:

@@ -57,11 +57,13 @@ class Learner:
         return self._update(frames, newest, ages, batch.controls, Targets(batch.died, batch.scored, batch.mask))
 
     @torch.no_grad()
-    def update_from(self, store: Store, rows: Tensor, horizon: int) -> Tensor:
-        """One update with cases of a store on the GPU; frames are read from where they lie."""
+    def update_from(self, store: Store, rows: Tensor, horizon: int, weights: Tensor | None = None) -> Tensor:
+        """One update with cases of a store on the GPU; frames are read from where they lie. weights: of the tasks."""
         assert isinstance(store.frames, Resident)
         with self.ahead.beside():  # wanted only when Perception is done
             controls, targets = aims(store, rows, horizon)
+            if weights is not None:
+                targets = targets._replace(mask=targets.mask * weights[store.tasks_of(rows)][:, None])
         return self._update(store.frames.frames, rows, store.ages, controls, targets)
 
     def _update(self, frames: Tensor, newest: Tensor, ages: Tensor, controls: Tensor, targets: Targets) -> Tensor:

@@ -81,14 +81,18 @@ class Updater:
         self.fast = config.machine.fused and config.train.trainable == "all" and fused.fits(model, store.device)
         self.low = self.fast or (config.machine.bfloat16 and not on_gpu)
         learner = fused.Learner(model, optimizer, clamp) if self.fast else None
+        # How much cases of each task count; a tensor that stays where it is, for captured updates read it anew.
+        self.weights = torch.ones(len(store.tasks), device=store.device) if config.train.balance else None
 
         def learn(*parts: Tensor) -> Tensor:
             batch = Batch(*parts)
+            if self.weights is not None:
+                batch = batch._replace(mask=batch.mask * self.weights[batch.tasks][:, None])
             return learner.update(batch) if learner else update_once(model, optimizer, batch, clamp, self.low)
 
         def gather_and_learn(rows: Tensor) -> Tensor:
             if learner:
-                return learner.update_from(store, rows, self.horizon)
+                return learner.update_from(store, rows, self.horizon, self.weights)
             return learn(*assemble(store, rows, self.horizon))
 
         self.gathers = on_gpu and store.home == store.device
@@ -110,6 +114,13 @@ class Updater:
         """The rows of several updates [n, B] in one copy."""
         rows = np.stack([sampler.rows(update, self.size) for update in updates])
         return torch.from_numpy(rows).pin_memory().to(self.store.home, non_blocking=True)
+
+    def weigh(self, measured: Measured) -> None:
+        """Let each task count by one over its cases' mean loss; 1 on average."""
+        if self.weights is not None:
+            tasks = range(len(self.weights))
+            share = torch.stack([1 / measured.losses[measured.tasks == task].mean() for task in tasks])
+            self.weights.copy_(share / share.mean())
 
     def precision(self) -> torch.autocast:
         """In this the plain network multiplies as updates do."""
@@ -182,15 +193,18 @@ def train_phase(
 
 
 class Lessons:
-    """What each update in turn is given. If hard cases are wanted, each round begins with measuring which are."""
+    """What each update in turn is given. If hard cases are wanted, or games are to be balanced, each round begins with
+    measuring how wrong the network is."""
 
     def __init__(self, model: Model, updater: Updater, sampler: Sampler, measured: Measured | None):
         self.model, self.updater, self.sampler = model, updater, sampler
-        self.measured = measured  # in the rounds before, of this iteration
-        sampler.hard = HardCases(measured) if measured else None
+        self.size = POOL * updater.size  # cases measured in a round
+        self.measured: Measured | None = None  # in the rounds before, of this iteration
+        if measured is not None:
+            self._take(measured)
 
     def give(self, updates: range) -> Generator[tuple[Tensor, ...]]:
-        if not self.sampler.share:
+        if not self.sampler.share and self.updater.weights is None:
             yield from self.updater.inputs(self.sampler, updates)
             return
         while updates:
@@ -201,11 +215,15 @@ class Lessons:
             updates = range(end, updates.stop)
 
     def _measure(self, update: int) -> None:
-        size = POOL * self.updater.size
-        rows, tasks = self.sampler.to_measure(update, size)
+        rows, tasks = self.sampler.to_measure(update, self.size)
         new = Measured(rows, tasks, measure(self.model, self.updater, rows))
-        self.measured = new if self.measured is None else self.measured.followed_by(new, KEPT * size)
-        self.sampler.hard = HardCases(self.measured)
+        self._take(new if self.measured is None else self.measured.followed_by(new, KEPT * self.size))
+
+    def _take(self, measured: Measured) -> None:
+        self.measured = measured
+        self.updater.weigh(Measured(*(part[-self.size :] for part in measured)))  # by the newest round
+        if self.sampler.share:
+            self.sampler.hard = HardCases(measured)
 
 
 @torch.no_grad()
