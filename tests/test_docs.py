@@ -78,13 +78,13 @@ def test_the_results_shown_are_the_reports_own():
     """No figure is typed by hand: the tables are what `presage report` wrote."""
     assert (REPOSITORY / "docs" / "quickstart" / "summary.md").read_text().strip() in README
     shown = {
-        "results.md": ("report", "small/networks", "small/alone"),
+        "results.md": ("report", "networks/report", "small/networks", "small/alone"),
         "deviations.md": ("pong-report", "random-report"),
     }
-    for document, reports in shown.items():
+    tables = [(document, f"{report}/comparison.md") for document, reports in shown.items() for report in reports]
+    for document, table in (*tables, ("results.md", "alone/company.md")):
         text = (REPOSITORY / "docs" / document).read_text()
-        for report in reports:
-            assert (REPOSITORY / "results" / report / "comparison.md").read_text().strip() in text, report
+        assert (REPOSITORY / "results" / table).read_text().strip() in text, table
 
 
 def measured(iteration: int) -> dict[str, list[dict[str, str]]]:
@@ -118,7 +118,7 @@ def test_what_mattered_after_random_play_is_what_was_measured():
     for _, *cells in lines:
         for cell, (game, rows) in zip(cells, measured(1).items(), strict=True):
             assert all(is_mean(number, rows) for number in cell.split(", ") if number.strip()), (game, cell)
-    assert len(lines) == 6
+    assert len(lines) == 8
 
 
 def test_the_readmes_make_targets_exist():
