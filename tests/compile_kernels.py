@@ -62,9 +62,9 @@ JITFunction.run = compile_instead
 fused_prediction.shared_memory = lambda device: int(sys.argv[2])
 frames, controls = torch.zeros(100, 4, 84, 84, dtype=torch.uint8), torch.zeros(100, 25, 3)
 batch = Batch(frames, controls, *torch.zeros(3, 100, 25, dtype=torch.bool), torch.zeros(100, dtype=torch.int64))
-for motion in (False, True):
+for motion, mask in ((False, batch.mask), (True, batch.mask.float())):  # float: cases that count differently
     model = Model(ModelConfig(motion=motion)).train()
-    Learner(model, make_optimizer(model, TrainConfig()), 1.0).update(batch)
+    Learner(model, make_optimizer(model, TrainConfig()), 1.0).update(batch._replace(mask=mask))
 weights = fused_prediction.Weights(*model.prediction.parameters(), *model.valuation.parameters())
 with torch.no_grad():
     for monotone in (False, True):
