@@ -84,7 +84,7 @@ def test_the_recurrence_valuation_and_loss(kind, size, hidden, batch, horizon, d
         pytest.skip("no GPU has the shared memory for the paper's network in float32")
     torch.manual_seed(0)
     model = Model(ModelConfig(kind, (4, 4, 4), size, hidden)).to(DEVICE)
-    _, controls, *flags = a_batch(batch, horizon)
+    _, controls, *flags, _ = a_batch(batch, horizon)
     h0, weights = torch.randn(batch, size, device=DEVICE, requires_grad=True), weights_of(model)
     plain = loss(model.valuation(model.prediction(h0, controls)), *flags)
     with torch.no_grad():
