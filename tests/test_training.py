@@ -129,6 +129,9 @@ def test_balanced_tasks_count_by_one_over_the_loss_that_is_left_in_them():
     updater = Updater(model, make_optimizer(model, config.train), store, config)
     updater.weigh(Measured(torch.arange(4), torch.tensor([0, 1, 1, 0]), torch.tensor([0.1, 0.5, 0.7, 0.3])))
     assert updater.weights.tolist() == pytest.approx([1.5, 0.5])  # means of 0.2 and 0.6
+    updater.weigh(Measured(torch.arange(2), torch.tensor([0, 0]), torch.tensor([0.0, 0.0])))
+    assert updater.weights.tolist() == [2.0, 0.0]  # known for certain; not measured
+    updater.weigh(Measured(torch.arange(2), torch.tensor([0, 1]), torch.tensor([0.2, 0.6])))
     logits = plain(batch.frames, batch.controls)
     wanted = torch.stack([batch.died, batch.scored], -1).float()
     each = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").mean(-1)

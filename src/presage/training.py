@@ -26,6 +26,7 @@ STATISTICS = 100  # batches that batch norm's statistics are taken from, at most
 ROUND = 500  # updates after which it is measured which cases are hard ...
 POOL = 100  # ... among those of so many batches; what was measured ...
 KEPT = 10  # ... is drawn from for so many rounds: the same few again and again would be learned by heart
+LEAST_LOSS = 1e-4  # with which games are balanced: one that is known for certain must not be all that counts
 MEASURED_AT_ONCE = {"cuda": 1_000, "cpu": 250}
 
 
@@ -116,10 +117,10 @@ class Updater:
         return torch.from_numpy(rows).pin_memory().to(self.store.home, non_blocking=True)
 
     def weigh(self, measured: Measured) -> None:
-        """Let each task count by one over its cases' mean loss; 1 on average."""
+        """Let each task count by one over its cases' mean loss; 1 on average. One that was not measured waits."""
         if self.weights is not None:
-            tasks = range(len(self.weights))
-            share = torch.stack([1 / measured.losses[measured.tasks == task].mean() for task in tasks])
+            means = [measured.losses[measured.tasks == task].mean() for task in range(len(self.weights))]
+            share = (1 / torch.stack(means).clamp(min=LEAST_LOSS)).nan_to_num(0.0)
             self.weights.copy_(share / share.mean())
 
     def precision(self) -> torch.autocast:
