@@ -61,7 +61,7 @@ def compile_instead(kernel: JITFunction, *arguments: object, grid: object, warmu
 JITFunction.run = compile_instead
 fused_prediction.shared_memory = lambda device: int(sys.argv[2])
 frames, controls = torch.zeros(100, 4, 84, 84, dtype=torch.uint8), torch.zeros(100, 25, 3)
-batch = Batch(frames, controls, *torch.zeros(3, 100, 25, dtype=torch.bool), torch.zeros(100, dtype=torch.int64))
+batch = Batch(frames, controls, *torch.zeros(3, 100, 25, dtype=torch.bool))
 for motion, mask in ((False, batch.mask), (True, batch.mask.float())):  # float: cases that count differently
     model = Model(ModelConfig(motion=motion)).train()
     Learner(model, make_optimizer(model, TrainConfig()), 1.0).update(batch._replace(mask=mask))

@@ -109,10 +109,10 @@ def test_heldout_rows_are_spread_evenly_over_what_is_held_out():
 
 
 def test_batches_come_in_order_and_an_error_comes_out_where_it_is_used(monkeypatch):
-    def assemble(store, rows, horizon):
+    def assemble(store, rows, horizon, weights):
         if rows[0] == 6:
             raise OSError("the disk went away")
-        return Batch(*[rows] * 6)
+        return Batch(*[rows] * 5)
 
     monkeypatch.setattr("presage.batches.assemble", assemble)
     batches = stream(store_of(), NUMBERS, range(3, 9), 1, 1)
@@ -124,7 +124,7 @@ def test_batches_come_in_order_and_an_error_comes_out_where_it_is_used(monkeypat
 def test_a_stream_that_is_not_read_to_its_end_lets_go_of_its_thread(monkeypatch):
     import threading
 
-    monkeypatch.setattr("presage.batches.assemble", lambda store, rows, horizon: Batch(*[rows] * 6))
+    monkeypatch.setattr("presage.batches.assemble", lambda store, rows, horizon, weights: Batch(*[rows] * 5))
     before = threading.active_count()
     batches = stream(store_of(), NUMBERS, range(1000), 1, 1)
     next(batches)

@@ -121,6 +121,16 @@ def test_what_mattered_after_random_play_is_what_was_measured():
     assert len(lines) == 9
 
 
+def test_one_network_beside_three_is_what_was_measured():
+    with (REPOSITORY / "results" / "alone" / "scores.csv").open() as file:
+        last = [r for r in csv.DictReader(file) if r["iteration"] == "19" and r["own"] == "True"]
+    (sentence,) = re.findall(r"those have (.*?) \(one seed each", README, re.DOTALL)
+    shown = re.findall(r"\d[\d,.]*\d", sentence)
+    assert len(shown) == 6
+    for number, (runs, game) in zip(shown, ((r, g) for r in (1, 3) for g in ("pong", "breakout", "demon_attack"))):
+        assert is_mean(number, [r for r in last if r["game"] == game and r["tasks"] == str(runs)]), (number, game)
+
+
 def test_the_readmes_make_targets_exist():
     for target in re.findall(r"^make (\w+)", "\n".join(blocks(README, "console")), re.MULTILINE):
         done = subprocess.run(["make", "-n", target], cwd=REPOSITORY, capture_output=True, text=True)

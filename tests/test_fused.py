@@ -69,8 +69,7 @@ def weights_of(model: Model) -> Weights:
 def a_batch(size: int, horizon: int) -> Batch:
     frames = torch.randint(0, 256, (size, 4, 84, 84), dtype=torch.uint8, device=DEVICE)
     controls = torch.randint(-1, 2, (size, horizon, 3), device=DEVICE).float()
-    flags = (torch.rand(size, horizon, device=DEVICE) < p for p in (0.3, 0.3, 0.8))
-    return Batch(frames, controls, *flags, torch.arange(size, device=DEVICE) % 2)
+    return Batch(frames, controls, *(torch.rand(size, horizon, device=DEVICE) < p for p in (0.3, 0.3, 0.8)))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, LOW])
@@ -84,7 +83,7 @@ def test_the_recurrence_valuation_and_loss(kind, size, hidden, batch, horizon, d
         pytest.skip("no GPU has the shared memory for the paper's network in float32")
     torch.manual_seed(0)
     model = Model(ModelConfig(kind, (4, 4, 4), size, hidden)).to(DEVICE)
-    _, controls, *flags, _ = a_batch(batch, horizon)
+    _, controls, *flags = a_batch(batch, horizon)
     h0, weights = torch.randn(batch, size, device=DEVICE, requires_grad=True), weights_of(model)
     plain = loss(model.valuation(model.prediction(h0, controls)), *flags)
     with torch.no_grad():
@@ -215,11 +214,9 @@ def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run, motion, weigh
         optimizer = make_optimizer(model, TrainConfig())
         set_rate(optimizer, 1e-2)
         learner = Learner(model, optimizer, 1.0, torch.float32)
-        batch = assemble(store, rows, 3)
-        assert len(batch.tasks.unique()) == 2
         given = weights and torch.tensor(weights, device=DEVICE)
-        if weights:
-            batch = batch._replace(mask=batch.mask * given[batch.tasks][:, None])
+        batch = assemble(store, rows, 3, given)
+        assert (len(batch.mask[batch.mask > 0].unique()) == 2) == (weights is not None)
         losses.append(learner.update_from(store, rows, 3, given) if from_store else learner.update(batch))
     torch.testing.assert_close(*losses)
     for p, q in zip(*(model.parameters() for model in models), strict=True):

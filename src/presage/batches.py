@@ -23,7 +23,6 @@ class Batch(NamedTuple):
     died: Tensor  # bool [B, H]
     scored: Tensor  # bool [B, H]
     mask: Tensor  # bool [B, H]; or float32, how much each step counts
-    tasks: Tensor  # int64 [B]: which game; the network is never told
 
 
 def controls_table(specs: Sequence[Spec]) -> Tensor:
@@ -107,16 +106,20 @@ class Sampler:
         return np.asarray(numbers + self.shifts[np.searchsorted(self.ends, numbers, side="right")])
 
 
-def assemble(store: Store, rows: Tensor, horizon: int) -> Batch:
-    """The batch of these rows, where the store is at home."""
-    controls, wanted = aims(store, rows, horizon)
-    return Batch(store.stacks(rows), controls, *wanted, store.tasks_of(rows))
+def assemble(store: Store, rows: Tensor, horizon: int, weights: Tensor | None = None) -> Batch:
+    """The batch of these rows, where the store is at home; weights: as in `aims`."""
+    controls, wanted = aims(store, rows, horizon, weights)
+    return Batch(store.stacks(rows), controls, *wanted)
 
 
-def aims(store: Store, rows: Tensor, horizon: int) -> tuple[Tensor, Targets]:
-    """What follows each of these rows: the controls [B, H, 3] and what is to be foretold of them."""
+def aims(store: Store, rows: Tensor, horizon: int, weights: Tensor | None) -> tuple[Tensor, Targets]:
+    """What follows each of these rows: the controls [B, H, 3] and what is to be foretold of them; its mask says how
+    much each step counts, where tasks have weights [tasks]."""
     controls, events = store.window(rows, horizon)
-    return controls, targets(*((events & bit) > 0 for bit in (DIED, SCORED, LAST)))
+    wanted = targets(*((events & bit) > 0 for bit in (DIED, SCORED, LAST)))
+    if weights is not None:
+        wanted = wanted._replace(mask=wanted.mask * weights[store.tasks_of(rows)][:, None])
+    return controls, wanted
 
 
 def heldout_rows(store: Store, task: int, most: int) -> Array:
@@ -126,7 +129,9 @@ def heldout_rows(store: Store, task: int, most: int) -> Array:
     return np.asarray(rows[np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64)])
 
 
-def stream(store: Store, sampler: Sampler, updates: range, size: int, horizon: int) -> Generator[Batch]:
+def stream(
+    store: Store, sampler: Sampler, updates: range, size: int, horizon: int, weights: Tensor | None = None
+) -> Generator[Batch]:
     """Batches for these updates in order, prepared by a thread a few ahead."""
     ready: queue.Queue[Batch | BaseException] = queue.Queue(4)
     stop = threading.Event()
@@ -145,7 +150,7 @@ def stream(store: Store, sampler: Sampler, updates: range, size: int, horizon: i
                 if stop.is_set():
                     return
                 rows = torch.from_numpy(sampler.rows(update, size)).to(store.home)
-                batch = assemble(store, rows, horizon)
+                batch = assemble(store, rows, horizon, weights)
                 # Pinned memory, so that its copy to a GPU takes nobody's time.
                 hand_over(Batch(*(t.pin_memory() for t in batch)) if store.device.type == "cuda" else batch)
         except BaseException as error:  # handed to the thread that trains, where it is raised

@@ -58,12 +58,10 @@ class Learner:
 
     @torch.no_grad()
     def update_from(self, store: Store, rows: Tensor, horizon: int, weights: Tensor | None = None) -> Tensor:
-        """One update with cases of a store on the GPU; frames are read from where they lie. weights: of the tasks."""
+        """One update with cases of a store on the GPU; frames are read from where they lie."""
         assert isinstance(store.frames, Resident)
         with self.ahead.beside():  # wanted only when Perception is done
-            controls, targets = aims(store, rows, horizon)
-            if weights is not None:
-                targets = targets._replace(mask=targets.mask * weights[store.tasks_of(rows)][:, None])
+            controls, targets = aims(store, rows, horizon, weights)
         return self._update(store.frames.frames, rows, store.ages, controls, targets)
 
     def _update(self, frames: Tensor, newest: Tensor, ages: Tensor, controls: Tensor, targets: Targets) -> Tensor:

@@ -83,18 +83,16 @@ class Updater:
         self.low = self.fast or (config.machine.bfloat16 and not on_gpu)
         learner = fused.Learner(model, optimizer, clamp) if self.fast else None
         # How much cases of each task count; a tensor that stays where it is, for captured updates read it anew.
-        self.weights = torch.ones(len(store.tasks), device=store.device) if config.train.balance else None
+        self.weights = torch.ones(len(store.tasks), device=store.home) if config.train.balance else None
 
         def learn(*parts: Tensor) -> Tensor:
             batch = Batch(*parts)
-            if self.weights is not None:
-                batch = batch._replace(mask=batch.mask * self.weights[batch.tasks][:, None])
             return learner.update(batch) if learner else update_once(model, optimizer, batch, clamp, self.low)
 
         def gather_and_learn(rows: Tensor) -> Tensor:
             if learner:
                 return learner.update_from(store, rows, self.horizon, self.weights)
-            return learn(*assemble(store, rows, self.horizon))
+            return learn(*assemble(store, rows, self.horizon, self.weights))
 
         self.gathers = on_gpu and store.home == store.device
         self.work: Callable[..., Tensor] = gather_and_learn if self.gathers else learn
@@ -105,7 +103,7 @@ class Updater:
     def inputs(self, sampler: Sampler, updates: range) -> Generator[tuple[Tensor, ...]]:
         """What each update in turn is given."""
         if not self.gathers:
-            yield from stream(self.store, sampler, updates, self.size, self.horizon)
+            yield from stream(self.store, sampler, updates, self.size, self.horizon, self.weights)
             return
         starts = range(0, len(updates), AT_ONCE)
         chunks = (self._to_gpu(sampler, updates[first : first + AT_ONCE]) for first in starts)
