@@ -154,7 +154,7 @@ class Agent:
             self.captured[key] = planner.generator, act
         generator, act = self.captured[key]
         generator.manual_seed(seed)
-        return lambda frames, fresh: act(torch.from_numpy(frames), torch.from_numpy(fresh)).cpu().numpy()
+        return lambda frames, fresh: fetched(act(torch.from_numpy(frames), torch.from_numpy(fresh)))
 
     def spec(self, task: str | Task) -> Spec:
         """Of a task it was trained on or, just as well, of any other."""
@@ -247,6 +247,16 @@ class Agent:
         rest = {"config": to_json(self.config), "tasks": [spec._asdict() for spec in self.specs.values()]}
         write_json(path / "agent.json", {**head, **rest, "sha256": {"model.safetensors": checksum(data)}})
         return path
+
+
+def fetched(result: Tensor) -> Array:
+    """A GPU's result. This thread sleeps until it is there: `cpu()` would keep one of the emulator's cores busy."""
+    done = torch.cuda.Event(blocking=True)  # type: ignore[no-untyped-call]
+    mine = torch.empty_like(result, device="cpu", pin_memory=True)
+    mine.copy_(result, non_blocking=True)
+    done.record()
+    done.synchronize()
+    return np.asarray(mine.numpy())
 
 
 def _reason(safe: Tensor, threshold: float) -> str:
