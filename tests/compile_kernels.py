@@ -15,9 +15,10 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from presage import fused_prediction
-from presage.batches import Batch
+from presage.batches import Batch, Stacks
 from presage.config import ModelConfig, TrainConfig
 from presage.fused import Learner
+from presage.fused_layers import blocks
 from presage.model import Model
 from presage.training import make_optimizer
 
@@ -65,6 +66,12 @@ batch = Batch(frames, controls, *torch.zeros(3, 100, 25, dtype=torch.bool))
 for motion, mask in ((False, batch.mask), (True, batch.mask.float())):  # float: cases that count differently
     model = Model(ModelConfig(motion=motion)).train()
     Learner(model, make_optimizer(model, TrainConfig()), 1.0).update(batch._replace(mask=mask))
+    rows = torch.zeros(3, 100, dtype=torch.int64)
+    blocks(
+        Stacks(frames.flatten(0, 1), rows[0], torch.zeros(400, dtype=torch.uint8), *rows[1:]),
+        torch.bfloat16,
+        4.0 * motion,
+    )
 weights = fused_prediction.Weights(*model.prediction.parameters(), *model.valuation.parameters())
 with torch.no_grad():
     for monotone in (False, True):

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from presage.batches import Batch, HardCases, Measured, Sampler, heldout_rows, iteration_weight, stream
+from presage.batches import Batch, HardCases, Measured, Sampler, heldout_rows, iteration_weight, moved, stream
 from presage.store import Span
 
 
@@ -26,7 +26,7 @@ SPANS = (
 )
 
 
-NUMBERS = SimpleNamespace(rows=lambda update, size: np.array([update]))  # a sampler that draws the update's number
+NUMBERS = SimpleNamespace(drawn=lambda update, size: np.array([[update]]))  # a sampler that draws the update's number
 
 
 def test_weights_grow_threefold_every_three_iterations():
@@ -58,6 +58,27 @@ def test_an_updates_rows_depend_on_nothing_before_it():
     assert (a.rows(5, 10) == b.rows(5, 10)).all()
     assert (a.rows(5, 10) != a.rows(6, 10)).any()
     assert (Sampler(store_of(*SPANS), 3, 3, (8,)).rows(5, 10) != b.rows(5, 10)).any()
+
+
+def test_cases_are_moved_evenly_in_both_directions_and_their_rows_stay():
+    still, moving = (Sampler(store_of(*SPANS), 3, 3, (7,), shift=shift) for shift in (0, 2))
+    rows, down, right = np.concatenate([moving.drawn(update, 1000) for update in range(20)], 1)
+    assert (rows == np.concatenate([still.drawn(update, 1000)[0] for update in range(20)])).all()
+    assert len(still.drawn(0, 10)) == 1
+    counts = np.histogram2d(down, right, bins=5)[0]
+    assert counts.sum() == 20_000
+    assert down.min() == right.min() == -2
+    assert down.max() == right.max() == 2
+    assert np.abs(counts - 800).max() < 5 * 800**0.5
+
+
+def test_a_moved_picture_repeats_its_edge():
+    frames = torch.arange(2 * 4 * 84 * 84).view(2, 4, 84, 84)
+    down_left, up = moved(frames, torch.tensor([3, -100]), torch.tensor([-2, 0]))
+    assert torch.equal(down_left[:, 3:, :-2], frames[0, :, :-3, 2:])
+    assert (down_left[:, :3] == down_left[:, 3:4]).all()
+    assert (down_left[..., -2:] == down_left[..., -3:-2]).all()
+    assert (up == frames[1, :, -1:]).all()
 
 
 def test_hard_cases_are_drawn_by_their_losses_and_each_task_as_often_as_before():
@@ -109,7 +130,7 @@ def test_heldout_rows_are_spread_evenly_over_what_is_held_out():
 
 
 def test_batches_come_in_order_and_an_error_comes_out_where_it_is_used(monkeypatch):
-    def assemble(store, rows, horizon, weights):
+    def assemble(store, rows, horizon, weights, moves):
         if rows[0] == 6:
             raise OSError("the disk went away")
         return Batch(*[rows] * 5)
@@ -124,7 +145,7 @@ def test_batches_come_in_order_and_an_error_comes_out_where_it_is_used(monkeypat
 def test_a_stream_that_is_not_read_to_its_end_lets_go_of_its_thread(monkeypatch):
     import threading
 
-    monkeypatch.setattr("presage.batches.assemble", lambda store, rows, horizon, weights: Batch(*[rows] * 5))
+    monkeypatch.setattr("presage.batches.assemble", lambda store, rows, horizon, weights, moves: Batch(*[rows] * 5))
     before = threading.active_count()
     batches = stream(store_of(), NUMBERS, range(1000), 1, 1)
     next(batches)

@@ -23,7 +23,7 @@ pytest.importorskip("triton", reason="Triton is made for Linux alone")
 from conftest import TINY
 from presage import fused_adam, fused_layers, fused_perception, fused_prediction
 from presage.agent import Agent
-from presage.batches import Batch, assemble
+from presage.batches import Batch, Stacks, assemble
 from presage.config import ModelConfig, TrainConfig
 from presage.events import Targets
 from presage.fused import Learner, fits, imagine, shape_fits
@@ -125,13 +125,13 @@ def test_the_first_layer_on_blocks_is_the_same_convolution():
     weight = torch.randn(16, 4, 8, 8, device=DEVICE)
     plain = torch.nn.functional.conv2d(frames / 255, weight, stride=4)
     newest, ages = torch.tensor([3, 7], device=DEVICE), torch.full((8,), 3, dtype=torch.uint8, device=DEVICE)
-    seen = blocks(frames.flatten(0, 1), newest, ages, torch.float32)
+    seen = blocks(Stacks(frames.flatten(0, 1), newest, ages), torch.float32)
     fused = torch.nn.functional.conv2d(seen, block_weights(weight))
     assert far(fused, plain) < 2e-5
     assert torch.equal(unblocked(block_weights(weight)), weight)
     ages[7] = 1  # of a young episode: its first frame stands for those before it
-    repeated = blocks(frames.flatten(0, 1)[[0, 1, 2, 3, 6, 6, 6, 7]], newest, torch.full_like(ages, 3), torch.float32)
-    assert torch.equal(blocks(frames.flatten(0, 1), newest, ages, torch.float32), repeated)
+    old = Stacks(frames.flatten(0, 1)[[0, 1, 2, 3, 6, 6, 6, 7]], newest, torch.full_like(ages, 3))
+    assert torch.equal(blocks(Stacks(frames.flatten(0, 1), newest, ages), torch.float32), blocks(old, torch.float32))
 
 
 @pytest.mark.parametrize(("dtype", "motion"), [(torch.float32, False), (LOW, False), (torch.float32, True)])
@@ -159,7 +159,7 @@ def perception_error(dtype, motion, seed) -> float:
     (b * wanted).sum().backward()
     with torch.no_grad():
         low, branch = [p.to(dtype) for p in matrices(fused)], Branch(DEVICE)
-        seen = fused_perception.forward(fused, frames.flatten(0, 1), newest, ages, low, branch)
+        seen = fused_perception.forward(fused, Stacks(frames.flatten(0, 1), newest, ages), low, branch)
         grads = fused_perception.backward(seen, wanted, [branch, other := Branch(DEVICE)])
         branch.join()
         other.join()
@@ -199,7 +199,8 @@ def test_whole_updates_with_clamp_weight_decay_and_adam():
 
 @pytest.mark.parametrize("motion", [False, True])
 @pytest.mark.parametrize("weights", [None, (0.2, 1.8)])
-def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run, motion, weights):
+@pytest.mark.parametrize("moves", [(), ((3, 0, -4, 1), (0, -5, 2, 84))])
+def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run, motion, weights, moves):
     """Frames taken from where they lie, controls and targets made on the way: the same loss and weights."""
     tasks = find(TINY["games"])
     store = Store(tasks, Budget(1024, "gpu" if DEVICE.type == "cuda" else "memory", {}), DEVICE)
@@ -215,9 +216,10 @@ def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run, motion, weigh
         set_rate(optimizer, 1e-2)
         learner = Learner(model, optimizer, 1.0, torch.float32)
         given = weights and torch.tensor(weights, device=DEVICE)
-        batch = assemble(store, rows, 3, given)
+        by = [torch.tensor(move, device=DEVICE) for move in moves]
+        batch = assemble(store, rows, 3, given, by)
         assert (len(batch.mask[batch.mask > 0].unique()) == 2) == (weights is not None)
-        losses.append(learner.update_from(store, rows, 3, given) if from_store else learner.update(batch))
+        losses.append(learner.update_from(store, rows, 3, given, by) if from_store else learner.update(batch))
     torch.testing.assert_close(*losses)
     for p, q in zip(*(model.parameters() for model in models), strict=True):
         torch.testing.assert_close(p, q)

@@ -12,9 +12,9 @@ from torch import Tensor
 from presage.events import Targets, targets
 from presage.pools import Array
 from presage.store import DIED, LAST, SCORED, Store
-from presage.tasks import Spec
+from presage.tasks import FRAME, Spec
 
-MEASURED = 12  # which generator a seed is for
+MEASURED, MOVED = 12, 13  # which generator a seed is for
 
 
 class Batch(NamedTuple):
@@ -68,11 +68,13 @@ class HardCases:
 class Sampler:
     """Draws an iteration by its weight, a task evenly, then one of their cases evenly.
 
-    `share`: of cases that are drawn among hard ones instead, once some were measured.
+    `share`: of cases that are drawn among hard ones instead, once some were measured. `shift`: see TrainConfig.
     """
 
-    def __init__(self, store: Store, growth: float, every: int, seed: Sequence[int], share: float = 0.0):
-        self.seed, self.share = list(seed), share
+    def __init__(
+        self, store: Store, growth: float, every: int, seed: Sequence[int], share: float = 0.0, shift: int = 0
+    ):
+        self.seed, self.share, self.shift = list(seed), share, shift
         self.hard: HardCases | None = None
         spans = sorted((s for s in store.spans if not s.heldout), key=lambda span: (span.iteration, span.task))
         cells = sorted({(span.iteration, span.task) for span in spans})
@@ -95,6 +97,15 @@ class Sampler:
             rows[some] = self.hard.instead_of(rows[some], self.task_of[cells[some]], random)
         return rows
 
+    def drawn(self, update: int, size: int) -> Array:
+        """The rows of an update, and by how many pixels each case is moved down and to the right: int64 [3, size], or
+        [1, size] where nothing is moved."""
+        rows = self.rows(update, size)[None]
+        if not self.shift:
+            return rows
+        random = np.random.default_rng([*self.seed, update, MOVED])
+        return np.concatenate([rows, random.integers(-self.shift, self.shift + 1, (2, size))])
+
     def to_measure(self, update: int, size: int) -> tuple[Tensor, Tensor]:
         """Rows to measure before this update, and their tasks."""
         random = np.random.default_rng([*self.seed, update, MEASURED])
@@ -106,10 +117,31 @@ class Sampler:
         return np.asarray(numbers + self.shifts[np.searchsorted(self.ends, numbers, side="right")])
 
 
-def assemble(store: Store, rows: Tensor, horizon: int, weights: Tensor | None = None) -> Batch:
-    """The batch of these rows, where the store is at home; weights: as in `aims`."""
+def assemble(
+    store: Store, rows: Tensor, horizon: int, weights: Tensor | None = None, moves: Sequence[Tensor] = ()
+) -> Batch:
+    """The batch of these rows, where the store is at home; weights: as in `aims`, moves: as in `moved`."""
     controls, wanted = aims(store, rows, horizon, weights)
-    return Batch(store.stacks(rows), controls, *wanted)
+    frames = store.stacks(rows)
+    return Batch(moved(frames, *moves) if moves else frames, controls, *wanted)
+
+
+class Stacks(NamedTuple):
+    """Stacks of frames that are not put together: an update's kernel reads them from where they lie."""
+
+    frames: Tensor  # uint8 [N, 84, 84]
+    newest: Tensor  # int64 [B]: the newest frame of each stack
+    ages: Tensor  # uint8 [N]: older frames of its episode before a frame; where too few, the oldest is repeated
+    down: Tensor | None = None  # int64 [B]: as in `moved`
+    right: Tensor | None = None
+
+
+def moved(frames: Tensor, down: Tensor, right: Tensor) -> Tensor:
+    """Each stack [B, 4, 84, 84] moved by so many pixels [B]; what is at its edge is repeated."""
+    here = torch.arange(FRAME, device=frames.device)
+    y, x = ((here - by[:, None]).clamp(0, FRAME - 1) for by in (down, right))  # [B, 84]: where each pixel comes from
+    cases = torch.arange(len(frames), device=frames.device)[:, None, None]
+    return frames.transpose(1, 3)[cases, x[:, :, None], y[:, None, :]].transpose(1, 3).contiguous()
 
 
 def aims(store: Store, rows: Tensor, horizon: int, weights: Tensor | None) -> tuple[Tensor, Targets]:
@@ -149,8 +181,8 @@ def stream(
             for update in updates:
                 if stop.is_set():
                     return
-                rows = torch.from_numpy(sampler.rows(update, size)).to(store.home)
-                batch = assemble(store, rows, horizon, weights)
+                rows, *moves = torch.from_numpy(sampler.drawn(update, size)).to(store.home)
+                batch = assemble(store, rows, horizon, weights, moves)
                 # Pinned memory, so that its copy to a GPU takes nobody's time.
                 hand_over(Batch(*(t.pin_memory() for t in batch)) if store.device.type == "cuda" else batch)
         except BaseException as error:  # handed to the thread that trains, where it is raised

@@ -105,6 +105,8 @@ class TrainConfig:
     """... each time this many iterations have passed."""
     hard: Share = 0.0
     """Share of each batch that is drawn by how wrong the network is about a case: hard ones come more often."""
+    shift: Whole = 0
+    """Show each case moved by up to so many pixels, up or down and left or right, as if there were more cases."""
     balance: bool = False
     """Weigh each game by one over the loss that is left in it: else what chance decides in one game drowns another."""
     checkpoint_every: Count = 2_000

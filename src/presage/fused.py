@@ -4,11 +4,12 @@
 """
 
 import importlib.util
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
-from presage.batches import Batch, aims
+from presage.batches import Batch, Stacks, aims
 from presage.events import Outlook, Targets
 from presage.graphs import Branch
 from presage.model import LOW, RRNN, Model, outlook
@@ -54,24 +55,31 @@ class Learner:
         frames = batch.frames.flatten(0, 1)
         ages = torch.full((len(frames),), STACK - 1, dtype=torch.uint8, device=frames.device)
         newest = torch.arange(STACK - 1, len(frames), STACK, device=frames.device)
-        return self._update(frames, newest, ages, batch.controls, Targets(batch.died, batch.scored, batch.mask))
+        targets = Targets(batch.died, batch.scored, batch.mask)
+        return self._update(Stacks(frames, newest, ages), batch.controls, targets)
 
     @torch.no_grad()
-    def update_from(self, store: Store, rows: Tensor, horizon: int, weights: Tensor | None = None) -> Tensor:
-        """One update with cases of a store on the GPU; frames are read from where they lie."""
+    def update_from(
+        self,
+        store: Store,
+        rows: Tensor,
+        horizon: int,
+        weights: Tensor | None = None,
+        moves: Sequence[Tensor] = (),
+    ) -> Tensor:
+        """One update with cases of a store on the GPU, as `assemble` would make of them; frames are read from where
+        they lie."""
         assert isinstance(store.frames, Resident)
         with self.ahead.beside():  # wanted only when Perception is done
             controls, targets = aims(store, rows, horizon, weights)
-        return self._update(store.frames.frames, rows, store.ages, controls, targets)
+        return self._update(Stacks(store.frames.frames, rows, store.ages, *moves), controls, targets)
 
-    def _update(self, frames: Tensor, newest: Tensor, ages: Tensor, controls: Tensor, targets: Targets) -> Tensor:
-        loss, grads = self.loss_and_gradients(frames, newest, ages, controls, targets)
+    def _update(self, stacks: Stacks, controls: Tensor, targets: Targets) -> Tensor:
+        loss, grads = self.loss_and_gradients(stacks, controls, targets)
         self.adam.step(grads)
         return loss
 
-    def loss_and_gradients(
-        self, frames: Tensor, newest: Tensor, ages: Tensor, controls: Tensor, targets: Targets
-    ) -> tuple[Tensor, list[Tensor]]:
+    def loss_and_gradients(self, stacks: Stacks, controls: Tensor, targets: Targets) -> tuple[Tensor, list[Tensor]]:
         """Gradients in the order of the model's parameters."""
         from presage import fused_perception, fused_prediction
 
@@ -79,7 +87,7 @@ class Learner:
         weights = fused_prediction.Weights(*self.model.prediction.parameters(), *self.model.valuation.parameters())
         with self.ahead.beside():
             ready = fused_prediction.prepare(weights, targets, low[0].dtype)
-        seen = fused_perception.forward(self.model.perception, frames, newest, ages, low, self.branch)
+        seen = fused_perception.forward(self.model.perception, stacks, low, self.branch)
         self.ahead.join()
         loss, grad_h0, later = fused_prediction.loss_and_gradients(
             seen.h0, controls, targets, weights, ready, self.residual, self.branch

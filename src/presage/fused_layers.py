@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from torch import Tensor, nn
 
+from presage.batches import Stacks
 from presage.tasks import STACK
 
 BLOCK = 4  # the first layer's stride: it is computed on blocks of 4×4 pixels, see `blocks`
@@ -29,17 +30,22 @@ WARPS = 2
 
 @triton.jit
 def _blocks_kernel(
-    frames, newest, ages, out, side: tl.constexpr, channels: tl.constexpr, motion: tl.constexpr, padded: tl.constexpr
-):
+    frames, newest, ages, down, right, out,
+    side: tl.constexpr, channels: tl.constexpr, motion: tl.constexpr, move: tl.constexpr, padded: tl.constexpr,
+):  # fmt: skip
     """Frames uint8 [., 4·side, 4·side] -> [B, side, side, channels·16] in [0, 1] or, if there is `motion`, what changed
-    by the next frame, that many times enlarged; a program makes a row of blocks."""
+    by the next frame, that many times enlarged; with `move`, moved. A program makes a row of blocks."""
     program = tl.program_id(0)
     image, by = program // side, program % side
     at = tl.arange(0, padded)
     bx, inside = at // (channels * 16), at % (channels * 16)
     channel, dy, dx = inside // 16, inside // 4 % 4, inside % 4
     row = tl.load(newest + image)  # int64: a store has more than 2³¹ pixels
-    age, pixel = tl.load(ages + row).to(tl.int32), (by * 4 + dy) * side * 4 + bx * 4 + dx
+    age, y, x = tl.load(ages + row).to(tl.int32), by * 4 + dy, bx * 4 + dx
+    if move:
+        y = tl.minimum(tl.maximum(y - tl.load(down + image).to(tl.int32), 0), side * 4 - 1)
+        x = tl.minimum(tl.maximum(x - tl.load(right + image).to(tl.int32), 0), side * 4 - 1)
+    pixel = y * side * 4 + x
     frame = frames + (row - tl.minimum(channels - 1 - channel, age)) * side * side * 16
     value = tl.load(frame + pixel, mask=bx < side, other=0).to(tl.float32) / 255.0
     if motion != 0:
@@ -216,18 +222,19 @@ def _convolution_backward_kernel(
     _leave(total, x, x_z, x_sums, grad_x, x_grad_sums, row, channel, cases, channels, eps)
 
 
-def blocks(frames: Tensor, newest: Tensor, ages: Tensor, dtype: torch.dtype, motion: float = 0.0) -> Tensor:
-    """frames uint8 [N, 84, 84], the newest of each stack int64 [B] -> [B, 64, 21, 21] in [0, 1], channels last; with
-    motion, changes from frame to frame, that many times enlarged, instead of all but the newest.
+def blocks(stacks: Stacks, dtype: torch.dtype, motion: float = 0.0) -> Tensor:
+    """Stacks -> [B, 64, 21, 21] in [0, 1], channels last; with motion, changes from frame to frame, that many times
+    enlarged, instead of all but the newest.
 
-    ages [N]: how many older frames of its episode lie before a frame; where there are too few, the oldest is repeated.
     Each block of 4×4 pixels becomes channels: an 8×8 convolution with stride 4 over four channels is a 2×2 one over
     these 64, which matrix units like better.
     """
+    frames, newest, ages, *moves = stacks
     batch, side = len(newest), frames.shape[1] // BLOCK
     out = torch.empty(batch, side, side, STACK * BLOCK**2, dtype=dtype, device=frames.device)
-    padded = triton.next_power_of_2(side * STACK * BLOCK**2)
-    _blocks_kernel[(batch * side,)](frames, newest, ages, out, side, STACK, motion, padded)
+    padded, move = triton.next_power_of_2(side * STACK * BLOCK**2), moves[0] is not None
+    down, right = moves if move else (newest, newest)
+    _blocks_kernel[(batch * side,)](frames, newest, ages, down, right, out, side, STACK, motion, move, padded)
     return out.permute(0, 3, 1, 2)
 
 

@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, nn
 
+from presage.batches import Stacks
 from presage.fused_layers import (
     Layer,
     block_weights,
@@ -33,10 +34,8 @@ class Seen(NamedTuple):
     h0: Tensor  # float32 [B, S]
 
 
-def forward(
-    perception: Perception, frames: Tensor, newest: Tensor, ages: Tensor, low: list[Tensor], branch: Branch
-) -> Seen:
-    """frames uint8 [N, 84, 84], stacks of them as in `blocks` -> h0, while training.
+def forward(perception: Perception, stacks: Stacks, low: list[Tensor], branch: Branch) -> Seen:
+    """Stacks -> h0, while training.
 
     low: the matrices in low precision, in the order of `matrices`.
     """
@@ -44,10 +43,10 @@ def forward(
     *kernels, out_weight = low
     with branch.beside():
         sizes = [2 * norm.num_features for norm in norms for _ in ("sums", "grad_sums")]
-        room = (part.view(2, -1) for part in torch.split(torch.zeros(sum(sizes), device=frames.device), sizes))
+        room = (part.view(2, -1) for part in torch.split(torch.zeros(sum(sizes), device=out_weight.device), sizes))
         kernels[0] = block_weights(kernels[0]).contiguous(memory_format=torch.channels_last)
         out_weight = pixels_first(out_weight, norms[-1].num_features)
-    x = blocks(frames, newest, ages, out_weight.dtype, MOTION * perception.motion)
+    x = blocks(stacks, out_weight.dtype, MOTION * perception.motion)
     branch.join()
     layers: list[Layer] = []
     for stage in range(0, len(kernels), 3):  # a strided layer, then a residual block of two

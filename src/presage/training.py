@@ -89,10 +89,11 @@ class Updater:
             batch = Batch(*parts)
             return learner.update(batch) if learner else update_once(model, optimizer, batch, clamp, self.low)
 
-        def gather_and_learn(rows: Tensor) -> Tensor:
+        def gather_and_learn(drawn: Tensor) -> Tensor:
+            rows, *moves = drawn
             if learner:
-                return learner.update_from(store, rows, self.horizon, self.weights)
-            return learn(*assemble(store, rows, self.horizon, self.weights))
+                return learner.update_from(store, rows, self.horizon, self.weights, moves)
+            return learn(*assemble(store, rows, self.horizon, self.weights, moves))
 
         self.gathers = on_gpu and store.home == store.device
         self.work: Callable[..., Tensor] = gather_and_learn if self.gathers else learn
@@ -107,12 +108,12 @@ class Updater:
             return
         starts = range(0, len(updates), AT_ONCE)
         chunks = (self._to_gpu(sampler, updates[first : first + AT_ONCE]) for first in starts)
-        yield from ((rows,) for rows in one_by_one(chunks))
+        yield from ((drawn,) for drawn in one_by_one(chunks))
 
     def _to_gpu(self, sampler: Sampler, updates: range) -> Tensor:
-        """The rows of several updates [n, B] in one copy."""
-        rows = np.stack([sampler.rows(update, self.size) for update in updates])
-        return torch.from_numpy(rows).pin_memory().to(self.store.home, non_blocking=True)
+        """What is drawn for several updates [n, 1 or 3, B] in one copy."""
+        drawn = np.stack([sampler.drawn(update, self.size) for update in updates])
+        return torch.from_numpy(drawn).pin_memory().to(self.store.home, non_blocking=True)
 
     def weigh(self, measured: Measured) -> None:
         """Let each task count by one over its cases' mean loss; 1 on average. One that was not measured waits."""
@@ -158,7 +159,8 @@ def train_phase(
     measured: where it goes on in the middle, the cases that hard ones are drawn from.
     """
     train, store = config.train, updater.store
-    sampler = Sampler(store, train.weight_growth, train.weight_every, (config.seed, iteration, SAMPLER), train.hard)
+    seed = (config.seed, iteration, SAMPLER)
+    sampler = Sampler(store, train.weight_growth, train.weight_every, seed, train.hard, train.shift)
     lessons = Lessons(model, updater, sampler, measured)
     updates = range(start, train.updates)
     model.train()
