@@ -279,6 +279,18 @@ def test_play_is_recorded(page, server):
 
 
 @needs_browser
+def test_what_is_being_recorded_is_kept_at_ctrl_c(browser, tiny_run, tmp_path):
+    server = Server(tiny_run.path, tmp_path, "--game", "toy")
+    page = visit(browser, server)
+    page.press("Record")
+    step = page.step()
+    until(lambda: page.step() > step + 5)
+    assert server.stop() in (0, 130)
+    (file,) = (tmp_path / "recordings").glob("toy-*.safetensors")
+    assert read_shard(file)["actions"].shape[1] >= 5
+
+
+@needs_browser
 def test_two_browsers_play_two_games_and_a_closed_tab_frees_its_own(page, server):
     before = until(lambda: server.open_tabs() == 1 and 1)  # earlier tests' pages are gone
     other_browser = open_browser()

@@ -13,6 +13,6 @@ class RunError(RuntimeError):
 
 
 def nearest(name: str, known: Iterable[str]) -> str:
-    """', did you mean a or b?' for a misspelt name; empty when nothing is near."""
+    """How a sentence about a misspelt name ends: '; did you mean a or b?', or with a stop when nothing is near."""
     near = get_close_matches(name, list(known), n=3, cutoff=0.5)
-    return f"; did you mean {' or '.join(near)}?" if near else ""
+    return f"; did you mean {' or '.join(near)}?" if near else "."

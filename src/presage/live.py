@@ -1,5 +1,6 @@
 """One game, step by step, and what the agent thinks of it: what the page, the films and the report show."""
 
+import threading
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
@@ -20,6 +21,7 @@ from presage.tasks import STACK, Control, Task
 
 ARENA, CHOOSER = 6, 7  # which generator a seed is for
 REMEMBERED = 200  # steps that a history shows
+NAMING = threading.Lock()  # two recordings that end at once must not take the same name
 
 
 class Past(NamedTuple):
@@ -56,9 +58,7 @@ class Tape:
     """Steps being recorded, as a shard (docs/data.md)."""
 
     def __init__(self, folder: Path, task: Task, iteration: int, seed: int):
-        numbered = ((number, folder / f"{task.name}-{number:03d}.safetensors") for number in count())
-        number, self.path = next((number, path) for number, path in numbered if not path.exists())
-        self.writer = ShardWriter(self.path, task, {"iteration": iteration, "shard": number, "seed": seed})
+        self.writer = ShardWriter(folder / task.name, task, {"iteration": iteration, "seed": seed})
         self.recent: list[Turn] = []
 
     def add(self, turn: Turn) -> None:
@@ -74,13 +74,17 @@ class Tape:
             self.writer.parts[-1].ended[:, -1] = True
 
     def close(self) -> Path | None:
-        """The file, if anything was recorded."""
+        """The file, if anything was recorded: the first name that is free."""
         if self.recent:
             self._hand_on()
-        if not self.writer.steps:
+        writer = self.writer
+        if not writer.steps:
             return None
-        self.writer.close()
-        return self.path
+        with NAMING:
+            numbered = ((n, writer.path.with_name(f"{writer.task.name}-{n:03d}.safetensors")) for n in count())
+            writer.metadata["shard"], writer.path = next((n, path) for n, path in numbered if not path.exists())
+            writer.close()
+        return writer.path
 
     def _hand_on(self) -> None:
         some, self.recent = self.recent, []

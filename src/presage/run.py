@@ -3,6 +3,7 @@
 import fcntl
 import json
 import os
+import shutil
 import subprocess
 import time
 from collections.abc import Iterator, Sequence
@@ -174,7 +175,7 @@ def announce(known: dict[str, dict[str, Any]]) -> None:
 def provenance(device: torch.device) -> dict[str, Any]:
     """What a result was made with and on."""
     checkout, commit = Path(__file__).parents[2], ""
-    if (checkout / ".git").exists():
+    if (checkout / ".git").exists() and shutil.which("git"):
         asked = ["git", "-C", str(checkout), "describe", "--always", "--dirty", "--exclude=*"]
         commit = subprocess.run(asked, capture_output=True, text=True, check=False).stdout.strip()
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else f"{os.cpu_count()} CPU cores"

@@ -65,11 +65,12 @@ class Session:
         return await self.after(self._play)
 
     def _play(self) -> None:
-        """What is shown; but a person's keys as they are now."""
+        """What is shown; but a person's keys as they are now. One that is tapped meanwhile waits for the next step."""
+        counted = frozenset(self.tapped)
         if self.person or self.shown is None:
             self.shown = self._after(lambda: None)
         self.live.play(self.shown)
-        self.tapped.clear()
+        self.tapped -= counted
 
     def press(self, key: str, down: bool) -> None:
         if key in KEYS and down:

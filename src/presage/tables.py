@@ -7,6 +7,7 @@ from presage.agent import read_config
 from presage.arena import MAX_FRAMES
 from presage.config import at
 from presage.evaluation import bootstrap
+from presage.games import find
 from presage.probe import KINDS
 from presage.run import Run, read_lines
 from presage.store import HELDOUT
@@ -61,7 +62,8 @@ def plans(run: Run, line: dict[str, Any], game: str) -> tuple[str, bool]:
         sticky = f"sticky {line['sticky']}" * (line["sticky"] > 0)
         return ", ".join(filter(None, (sticky, cut))), line["sticky"] == run.config.data.sticky
     plan, plays = run.config.plan, line["iteration"] + 1
-    bound = next((at(spec.thresholds, plays) for spec in read_config(run.path)[1] if spec.name == game), 0.0)
+    specs = {spec.name: spec.thresholds for spec in read_config(run.path)[1]}
+    bound = at(specs[game] if game in specs else find([game])[0].thresholds, plays)
     own = {
         "k": int(at(plan.k, plays)),
         "threshold": plan.thresholds.get(game, bound),

@@ -56,7 +56,10 @@ class Page:
     def __init__(self, session: Session):
         self.session = session
         live, networks = session.live, session.networks
-        names = {name: name.replace("_", " ") for name in known_games([*networks.newest.specs, *atari_games()])}
+        names = {
+            name: name.replace("_", " ")
+            for name in known_games([*networks.newest.specs, live.task.name, *atari_games()])
+        }
         ui.dark_mode(None)  # as the reader's system is
         ui.colors(primary=drawing.LIGHT["scored"])
         ui.add_css(STYLE)
@@ -68,7 +71,7 @@ class Page:
             self.parts = {name: ui.html(sanitize=False).classes(f"part at-{name}") for name in PARTS}
             self.reason = ui.label().classes("reason")
         with ui.element().classes("panel"):
-            self.pause = button("Pause", self.toggle_pause)
+            self.pause = button("Pause", lambda: self.set_paused(not session.paused))
             button("Step", self.step)
             self.person = button("Take over", self.toggle_person)
             self.tape = button("Record", self.toggle_tape)
@@ -94,14 +97,15 @@ class Page:
 
     async def run(self) -> None:
         """Play on until the tab is closed."""
-        await self.do(self.session.after())
+        go_on: Callable[[], Awaitable[Moment | None]] = self.session.after  # at first it is only looked at
         while not self.session.closed:
             began = time.monotonic()
             if not self.session.paused:
                 try:
-                    await self.do(self.session.step())
+                    await self.do(go_on())
+                    go_on = self.session.step
                 except Exception as error:  # whatever it is: a game must not stop without a word
-                    self.toggle_pause()
+                    self.set_paused(True)
                     with self.facts:
                         ui.notify(f"it stopped: {error}", type="negative")
             await asyncio.sleep(max(0.005, 1 / self.session.speed - (time.monotonic() - began)))
@@ -111,13 +115,12 @@ class Page:
         if moment is not None:
             self.show(moment)
 
-    def toggle_pause(self) -> None:
-        self.session.paused = not self.session.paused
-        self.pause.set_text("Play" if self.session.paused else "Pause")
+    def set_paused(self, paused: bool) -> None:
+        self.session.paused = paused
+        self.pause.set_text("Play" if paused else "Pause")
 
     async def step(self) -> None:
-        if not self.session.paused:
-            self.toggle_pause()
+        self.set_paused(True)
         await self.do(self.session.step())
 
     async def toggle_person(self) -> None:
@@ -162,7 +165,8 @@ class Page:
         await self.do(self.session.after(lambda: setattr(self.session.live, name, value)))
 
     async def choose_seed(self, seed: float | None) -> None:
-        await self.do(self.session.after(lambda: self.session.restart(int(seed or 0))))
+        if seed is not None:  # the field was not cleared
+            await self.do(self.session.after(lambda: self.session.restart(int(seed))))
 
     def choose_speed(self, speed: float | None) -> None:
         self.session.speed = speed or SPEED
@@ -203,6 +207,11 @@ def serve(path: Path, game: str, host: str, port: int, k: int | None, monotone: 
         say(f"a tab was opened: {len(tabs)} open")
         background_tasks.create(Page(session).run())
 
+    async def leave_all() -> None:
+        for session in filter(None, list(tabs.values())):
+            await session.leave()  # what is being recorded is kept
+
+    app.on_shutdown(leave_all)
     app.on_startup(lambda: say(f"http://{host}:{port} shows {path}; Ctrl+C stops it."))
     if host != "127.0.0.1":
         say(f"careful: everyone who can reach {host} can play here.")
