@@ -1,6 +1,7 @@
 """Many games in parallel do exactly what one plain emulator does."""
 
 import dataclasses
+import os
 from contextlib import closing
 from pathlib import Path
 
@@ -102,6 +103,16 @@ def test_no_op_starts_are_uniform_and_recorded():
     assert chi2 < 59.7  # the 99.9 % point for 30 degrees of freedom
     for row, start in zip(played, n, strict=True):
         assert (row[start:] == 1).all()
+
+
+@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="known to Linux alone")
+def test_emulators_do_not_take_the_players_core():
+    before = set(os.listdir("/proc/self/task"))
+    with closing(Arena(find(["pong"]), 3, threads=2)) as arena:
+        arena.reset((0,))
+        mine = [int(thread) for thread in set(os.listdir("/proc/self/task")) - before]
+        assert sum(os.sched_getscheduler(thread) == os.SCHED_BATCH for thread in mine) >= 2
+        assert os.sched_getscheduler(0) == os.SCHED_OTHER
 
 
 def test_breakout_serves_at_the_start_and_after_each_death_and_only_then():

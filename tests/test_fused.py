@@ -62,6 +62,12 @@ def far(fused, plain) -> float:
     return float((fused.detach() - plain.detach()).norm() / plain.detach().norm())
 
 
+def all_weights(model: Model) -> torch.Tensor:
+    """As one vector: a GPU adds up in no fixed order, and Adam makes a whole step of a gradient that is nothing but
+    that, so single weights may differ."""
+    return torch.cat([parameter.flatten() for parameter in model.parameters()])
+
+
 def weights_of(model: Model) -> Weights:
     return Weights(*model.prediction.parameters(), *model.valuation.parameters())
 
@@ -221,8 +227,7 @@ def test_an_update_from_a_store_reads_what_a_batch_holds(tiny_run, motion, weigh
         assert (len(batch.mask[batch.mask > 0].unique()) == 2) == (weights is not None)
         losses.append(learner.update_from(store, rows, 3, given, by) if from_store else learner.update(batch))
     torch.testing.assert_close(*losses)
-    for p, q in zip(*(model.parameters() for model in models), strict=True):
-        torch.testing.assert_close(p, q)
+    assert far(*map(all_weights, models)) < 1e-3  # an update moves a weight by a hundredth; see `all_weights`
 
 
 def test_the_kernels_are_used_only_where_they_fit():
@@ -267,8 +272,7 @@ def test_captured_updates_are_those_done_directly():
         for optimizer in optimizers:
             set_rate(optimizer, 1e-3 * (number + 1))
         torch.testing.assert_close(replay(*batch), direct.update(batch), rtol=1e-3, atol=1e-4)
-    for p, q in zip(*(model.parameters() for model in models), strict=True):
-        assert far(p, q) < 1e-2  # Adam makes much of a gradient's sign, however small it is
+    assert far(*map(all_weights, models)) < 1e-2
 
 
 @on_gpu

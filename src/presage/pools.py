@@ -3,6 +3,9 @@
 With the arena, the only place that knows emulators: frames, lives, ends, automatic restarts.
 """
 
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from copy import deepcopy
 from functools import partial
 from typing import Any, NamedTuple, Protocol
@@ -92,6 +95,22 @@ class Double:
         return events
 
 
+@contextmanager
+def polite() -> Iterator[None]:
+    """Threads that begin in here let whoever wakes them finish first, where the operating system knows of such: a
+    player who sends actions to many emulators would lose its core to the first of them."""
+    if not hasattr(os, "SCHED_BATCH"):
+        yield
+        return
+    with suppress(OSError):  # where it is not allowed, all else works
+        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))  # of this thread; new ones take it over
+    try:
+        yield
+    finally:
+        with suppress(OSError):
+            os.sched_setscheduler(0, os.SCHED_OTHER, os.sched_param(0))
+
+
 class AtariPool:
     """ale-py's vector environment: frame skip 4, maximum of the last two frames, grey 84×84, unclipped rewards.
 
@@ -127,8 +146,9 @@ class AtariPool:
             reward_clipping=False,
             use_fire_reset=False,
         )
-        self.envs = emulators(img_height=FRAME, img_width=FRAME)
-        self.twins = emulators(img_height=SCREEN[0], img_width=SCREEN[1], grayscale=False) if coloured else None
+        with polite():
+            self.envs = emulators(img_height=FRAME, img_width=FRAME)
+            self.twins = emulators(img_height=SCREEN[0], img_width=SCREEN[1], grayscale=False) if coloured else None
         self.doubles = [Double(task) for _ in range(envs)] if doubles else []
 
     def reset(self, seeds: Array) -> Array:
