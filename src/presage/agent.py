@@ -112,6 +112,12 @@ class Agent:
             return self.bound
         return self.config.plan.thresholds.get(spec.name, at(spec.thresholds, self.plays))
 
+    def settings(self, tasks: Sequence[Task]) -> dict[str, Any]:
+        """How it plans in these, as results note it down."""
+        plan, thresholds = self.config.plan, {task.name: self.threshold(self.spec(task)) for task in tasks}
+        chosen = {"k": self.k, "thresholds": thresholds, "carry": plan.carry, "monotone": plan.monotone}
+        return {"iteration": self.iteration, **chosen}
+
     def planner(self, specs: Sequence[Spec], seed: int | None, fast: bool = True) -> Planner:
         """A planner for one game of each spec at a time (name a spec as often as its game is played).
 

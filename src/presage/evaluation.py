@@ -55,11 +55,7 @@ def evaluate(
             scores, steps = fold_episodes(arena, choose, (seed, ARENA), quota, title, each_turn)
         results[task.name] = _summary(task, scores, steps, seed)
     return {
-        "iteration": agent.iteration,
-        "k": agent.k,
-        "thresholds": {task.name: agent.threshold(agent.spec(task)) for task in tasks},
-        "carry": agent.config.plan.carry,
-        "monotone": agent.config.plan.monotone,
+        **agent.settings(tasks),
         "policy": "random" if random else "planned",
         "seed": seed,
         "sticky": sticky,

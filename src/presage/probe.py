@@ -49,17 +49,7 @@ def probe(
         raise UsageError("there must be at least 1 moment, 3 plans at each, and the seed not negative.")
     tasks = find(list(agent.specs) if games is None else games)
     found = {task.name: _game(agent, task, number, seed, random) for task in tasks}
-    plan = agent.config.plan
-    return {
-        "iteration": agent.iteration,
-        "k": agent.k,
-        "thresholds": {task.name: agent.threshold(agent.spec(task)) for task in tasks},
-        "carry": plan.carry,
-        "monotone": plan.monotone,
-        "policy": "random" if random else "planned",
-        "seed": seed,
-        "games": found,
-    }
+    return {**agent.settings(tasks), "policy": "random" if random else "planned", "seed": seed, "games": found}
 
 
 def _game(agent: Agent, task: Task, number: int, seed: int, random: bool) -> dict[str, Any]:

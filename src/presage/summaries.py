@@ -5,7 +5,7 @@ from typing import Any
 
 from presage.config import differences, preset
 from presage.run import Run
-from presage.tables import Rows, group, longest
+from presage.tables import Rows, group, longest, planning
 
 
 def summary(run: Run, tables: dict[str, Rows]) -> str:
@@ -96,9 +96,8 @@ def compared_choices(rows: Rows) -> str:
 
 
 def probed_where(row: dict[str, Any]) -> list[str]:
-    plans = f"k {row['k']}" + ", monotone" * row["monotone"] + ", nothing carried over" * (not row["carry"])
     where = "random play" if row["policy"] == "random" else "its own"
-    return [row["run"], f"iteration {row['iteration']}", plans, row["game"], where]
+    return [row["run"], f"iteration {row['iteration']}", planning(row), row["game"], where]
 
 
 def percent(share: float | None) -> str:

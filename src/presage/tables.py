@@ -73,10 +73,14 @@ def plans(run: Run, line: dict[str, Any], game: str) -> tuple[str, bool]:
     }
     used = own | {name: line[name] for name in own if name in line}
     used["threshold"] = line.get("thresholds", {}).get(game, own["threshold"])
-    told = [f"k {used['k']}", "monotone" * used["monotone"], "nothing carried over" * (not used["carry"])]
-    told += [f"threshold {used['threshold']}" * (used["threshold"] != own["threshold"])]
+    told = [planning(used), f"threshold {used['threshold']}" * (used["threshold"] != own["threshold"])]
     told += [f"sticky {used['sticky']}" * (used["sticky"] > 0), cut]
     return ", ".join(filter(None, told)), used == own
+
+
+def planning(used: dict[str, Any]) -> str:
+    carried = "" if used["carry"] else ", nothing carried over"
+    return f"k {used['k']}{', monotone' if used['monotone'] else ''}{carried}"
 
 
 def played(runs: Sequence[Run]) -> Rows:

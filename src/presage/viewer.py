@@ -81,11 +81,11 @@ class Page:
         with ui.element().classes("panel"):
             iterations = {i: f"iteration {i}" for i in networks.iterations}
             choice("network", iterations, live.agent.iteration, self.choose_network)
-            number("sequences", live.k, 1, MOST_SEQUENCES, self.choose_k)
-            number("P(died) under", None, 0, 1, self.choose_threshold).props('placeholder="its own" stack-label')
-            ui.switch(
-                "P(died) never falls", value=live.monotone, on_change=lambda event: self.choose_monotone(event.value)
-            )
+            number("sequences", live.k, 1, MOST_SEQUENCES, lambda k: self.set("k", int(k or networks.newest.k)))
+            bound = number("P(died) under", None, 0, 1, lambda bound: self.set("threshold", bound))
+            bound.props('placeholder="its own" stack-label')
+            never = ui.switch("P(died) never falls", value=live.monotone)
+            never.on_value_change(lambda event: self.set("monotone", bool(event.value)))
         ui.keyboard(self.key, repeating=False, ignore=["input", "textarea"])
 
     def show(self, moment: Moment) -> None:
@@ -151,15 +151,6 @@ class Page:
 
     async def choose_network(self, iteration: int) -> None:
         await self.do(self.session.after(lambda: self.session.change_network(iteration)))
-
-    async def choose_k(self, k: float | None) -> None:
-        await self.set("k", int(k or self.session.networks.newest.k))
-
-    async def choose_threshold(self, threshold: float | None) -> None:
-        await self.set("threshold", threshold)
-
-    async def choose_monotone(self, monotone: bool) -> None:
-        await self.set("monotone", bool(monotone))
 
     async def set(self, name: str, value: Any) -> None:
         await self.do(self.session.after(lambda: setattr(self.session.live, name, value)))
