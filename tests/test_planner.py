@@ -50,6 +50,20 @@ def make(imagine, counts=(3, 5), k=7, horizon=6, thresholds=(0.3, 0.0), perceive
     return Planner(perceive, imagine, tables, SAME(counts), SAME(thresholds), k, horizon, generator)
 
 
+def test_held_controls_last_as_long_as_told_and_are_uniform_still():
+    planner = make(None, counts=(3, 18), k=4000, horizon=25)
+    planner.hold = 4.0
+    actions = planner.candidates(SAME([0, 1]), SAME([True, True]))
+    for row, count in enumerate((3, 18)):
+        counts = torch.bincount(actions[row].flatten(), minlength=count).double() / actions[row].numel()
+        assert (counts * count).min() > 0.85
+        assert (counts * count).max() < 1.15
+        changes = (actions[row, :, 1:] != actions[row, :, :-1]).double().mean()
+        assert abs(float(changes) - (1 - 1 / count) / 4) < 0.01  # a new one is the same again once in `count`
+    moved_on = planner.candidates(SAME([0, 1]), SAME([False, False]))[:, 0]
+    assert torch.equal(moved_on[:, :-1], planner.carried[:, 1:])
+
+
 def test_candidates_are_uniform_over_each_rows_own_actions():
     planner = make(None, counts=(3, 18), k=4000, horizon=5)
     actions = planner.candidates(SAME([0, 1]), SAME([True, True]))

@@ -251,6 +251,21 @@ def test_frames_left_in_the_stores_room_are_those_of_the_shard(tmp_path):
     assert unpacked.frames.frames[:104].float().std() > 0
 
 
+@pytest.mark.parametrize("hold", [1.0, 4.0])
+def test_random_play_holds_its_controls_as_long_as_told(hold):
+    tasks, fresh = find(["toy", "breakout"]), np.zeros(200, bool)
+    choose = random_chooser(tasks, 100, 7, hold)
+    played = np.stack([choose(np.empty(0), fresh) for _ in range(1000)], 1)  # [200, 1000]
+    for rows, count in ((played[:100], 3), (played[100:], 4)):
+        assert np.allclose(np.bincount(rows.ravel()) / rows.size, 1 / count, atol=0.01)
+        changes = (rows[:, 1:] != rows[:, :-1]).mean()
+        assert abs(changes - (1 - 1 / count) / hold) < 0.01
+    strays = straying(lambda frames, fresh: np.full(200, -1), tasks, 100, share=0.5, length=10, seed=4, hold=hold)
+    played = np.stack([strays(np.empty(0), fresh) for _ in range(1000)], 1)
+    inside = (played[:100, 1:] >= 0) & (played[:100, :-1] >= 0)
+    assert abs((played[:100, 1:] != played[:100, :-1])[inside].mean() - 2 / 3 / hold) < 0.01
+
+
 def test_strays_are_whole_random_sequences_in_a_share_of_all_steps():
     tasks = find(["toy", "breakout"])
     choose = straying(lambda frames, fresh: np.full(200, -1), tasks, 100, share=0.3, length=10, seed=4)

@@ -83,9 +83,11 @@ class Agent:
         carry: bool | None = None,
         monotone: bool | None = None,
         bfloat16: bool | None = None,
+        hold: float | None = None,
     ) -> "Agent":
         """The same network, which plans otherwise: with this k, with this bound on P(died) in all games, with or
-        without considering the last plan again, taking P(died) never to fall, or bfloat16 on a CPU."""
+        without considering the last plan again, taking P(died) never to fall, bfloat16 on a CPU, or controls that last
+        so long."""
         old = self.config.plan
         plan = replace(
             old,
@@ -96,7 +98,8 @@ class Agent:
         if threshold is not None and not threshold >= 0:
             raise UsageError(f"the threshold must not be negative, as {threshold} is.")
         other = copy(self)
-        other.config = check(replace(self.config, plan=plan))
+        data = self.config.data if hold is None else replace(self.config.data, hold=hold)
+        other.config = check(replace(self.config, plan=plan, data=data))
         other.bound = self.bound if threshold is None else threshold
         other.low = self.low if bfloat16 is None else bfloat16 and self.device.type == "cpu"
         other.captured = {}
@@ -116,7 +119,7 @@ class Agent:
         """How it plans in these, as results note it down."""
         plan, thresholds = self.config.plan, {task.name: self.threshold(self.spec(task)) for task in tasks}
         chosen = {"k": self.k, "thresholds": thresholds, "carry": plan.carry, "monotone": plan.monotone}
-        return {"iteration": self.iteration, **chosen}
+        return {"iteration": self.iteration, **chosen, "hold": self.config.data.hold}
 
     def planner(self, specs: Sequence[Spec], seed: int | None, fast: bool = True) -> Planner:
         """A planner for one game of each spec at a time (name a spec as often as its game is played).
@@ -136,6 +139,7 @@ class Agent:
             horizon=self.config.data.horizon,
             generator=generator,
             carry=self.config.plan.carry,
+            hold=self.config.data.hold,
         )
 
     def network(self, fast: bool) -> tuple[Perceive, Imagine]:

@@ -91,6 +91,7 @@ def evaluate(
     random: bool = False,
     heldout: bool = False,
     probe: int | None = None,
+    hold: float | None = None,
     bfloat16: bool | None = None,
     json: bool = False,
 ) -> None:
@@ -113,6 +114,7 @@ def evaluate(
         probe: Do not count points: at so many moments of its play a game, try out plans that it considers and the one
             it chooses, and tell how well it foresaw what comes of them and how well it chose. With --random, at moments
             of random play, which are the same for every network.
+        hold: Steps that a control lasts in imagined sequences, on average; as the run does unless told.
         bfloat16: On a CPU, plan with matrix products in bfloat16 (True) or not (False); as the run does unless told.
         json: Print one JSON object on standard output and nothing else there.
     """
@@ -121,14 +123,14 @@ def evaluate(
     from presage.run import provenance
 
     if heldout:
-        plans = (k, threshold, monotone, bfloat16, sticky, probe)
+        plans = (k, threshold, monotone, bfloat16, hold, sticky, probe)
         if random or no_carry or any(value is not None for value in plans):
             raise UsageError("--heldout does not play: leave out --random, --sticky, --probe and how to plan.")
         _tell_knowledge(run, iteration, games, json)
         return
     if probe is not None and sticky is not None:
         raise UsageError("--probe looks at play without sticky actions: leave out --sticky.")
-    agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone, bfloat16)
+    agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone, bfloat16, hold)
     if probe is not None:
         _tell_probes(run, agent, games, probe, seed, random, json)
         return

@@ -55,24 +55,29 @@ def whole_seed(*parts: int) -> int:
     return int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> 1)
 
 
-def random_chooser(tasks: Sequence[Task], envs: int, seed: int) -> Chooser:
+def random_chooser(tasks: Sequence[Task], envs: int, seed: int, hold: float = 1.0) -> Chooser:
+    """Random actions, each of which lasts `hold` steps on average."""
     counts = np.repeat([len(task.controls) for task in tasks], envs)
-    random = np.random.default_rng(seed)
+    random, held = np.random.default_rng(seed), np.zeros(len(counts), np.int64)
 
     def choose(frames: Array, fresh: Array) -> Array:  # noqa: ARG001
-        return random.integers(counts)
+        changes = fresh | (random.random(len(held)) * hold < 1) if hold > 1 else True
+        held[:] = np.where(changes, random.integers(counts), held)
+        return held.copy()
 
     return choose
 
 
-def straying(choose: Chooser, tasks: Sequence[Task], envs: int, share: float, length: int, seed: int) -> Chooser:
+def straying(
+    choose: Chooser, tasks: Sequence[Task], envs: int, share: float, length: int, seed: int, hold: float = 1.0
+) -> Chooser:
     """As `choose`, but in this share of the steps a game plays out a random sequence, as long as plans are.
 
     Else the network would never see what comes of most plans that it is asked about: those it does not choose, from
     states that it comes to.
     """
-    counts = np.repeat([len(task.controls) for task in tasks], envs)
-    random, left = np.random.default_rng(seed), np.zeros(len(counts), np.int64)
+    at_random = random_chooser(tasks, envs, whole_seed(seed, STRAYS), hold)
+    random, left = np.random.default_rng(seed), np.zeros(len(tasks) * envs, np.int64)
     chance = share / (length * (1 - share) + share)  # of beginning one, so that they are `share` of all steps
 
     def choose_or_stray(frames: Array, fresh: Array) -> Array:
@@ -81,7 +86,7 @@ def straying(choose: Chooser, tasks: Sequence[Task], envs: int, share: float, le
         left[(left == 0) & (random.random(len(left)) < chance)] = length
         strays = left > 0
         left[strays] -= 1
-        return np.where(strays, random.integers(counts), chosen)
+        return np.where(strays, at_random(frames, fresh), chosen)
 
     return choose_or_stray
 
@@ -149,16 +154,16 @@ def plays(
     place, tasks = (config.seed, iteration, shard), arenas[0].tasks
     if any(arena.prepared is None for arena in arenas):
         prepare(config, arenas, iteration, shard)  # all groups at once
-    groups = []
+    groups, data = [], config.data
     for group, arena in enumerate(arenas):
         seed = whole_seed(*place, CHOOSER, group)
         if agent is None:
-            choose = random_chooser(tasks, arena.envs, seed)
+            choose = random_chooser(tasks, arena.envs, seed, data.hold)
         else:
             choose = agent.chooser([Spec.of(task) for task in tasks for _ in range(arena.envs)], seed, group)
-            if config.data.stray:
+            if data.stray:
                 strays = whole_seed(*place, STRAYS, group)
-                choose = straying(choose, tasks, arena.envs, config.data.stray, config.data.horizon, strays)
+                choose = straying(choose, tasks, arena.envs, data.stray, data.horizon, strays, data.hold)
         groups.append(play(arena, choose, (*place, ARENA, group)))
     return zip(*groups, strict=True)
 

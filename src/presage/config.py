@@ -22,7 +22,9 @@ class Bounds(NamedTuple):
 
 
 NOT_NEGATIVE = Bounds("must be a number that is not negative", 0)
-Count = Annotated[int, Bounds("must be at least 1", 1)]
+FROM_ONE = Bounds("must be at least 1", 1)
+Count = Annotated[int, FROM_ONE]
+Length = Annotated[float, FROM_ONE]
 Whole = Annotated[int, NOT_NEGATIVE]
 Amount = Annotated[float, NOT_NEGATIVE]
 Share = Annotated[float, Bounds("is a share from 0 to less than 1", 0, 1)]
@@ -56,6 +58,8 @@ class DataConfig:
     """Chance that the emulator repeats the previous action instead (0: as in the paper)."""
     horizon: Count = 25
     """Steps looked ahead."""
+    hold: Length = 1.0
+    """Steps that a control lasts in random sequences, played or imagined, on average. 1: a new one at each step."""
     stray: Share = 0.0
     """Share of planned play in which a random sequence is played out: what comes of plans that nobody would choose."""
     shards_from: str = ""

@@ -64,10 +64,11 @@ class Planner:
         horizon: int,
         generator: torch.Generator,
         carry: bool = True,
+        hold: float = 1.0,
     ):
         self.perceive, self.imagine = perceive, imagine
         self.tables, self.action_counts, self.thresholds = tables, action_counts, thresholds
-        self.k, self.horizon, self.generator, self.carry = k, horizon, generator, carry
+        self.k, self.horizon, self.generator, self.carry, self.hold = k, horizon, generator, carry, hold
         self.rows = torch.arange(len(tables), device=tables.device)
         self.stacks = torch.zeros(len(tables), STACK, FRAME, FRAME, dtype=torch.uint8, device=tables.device)
         self.carried = torch.zeros(len(tables), horizon, dtype=torch.int64, device=tables.device)
@@ -86,12 +87,19 @@ class Planner:
     def candidates(self, rows: Tensor, fresh: Tensor) -> Tensor:
         """k sequences a row, uniformly random; the first is last step's best moved up by one, unless fresh (S17)."""
         counts = self.action_counts[rows][:, None, None]
-        uniform = torch.rand(len(rows), self.k, self.horizon, generator=self.generator, device=rows.device)
-        actions = (uniform * counts).long().clamp(max=counts - 1)  # u * n may round up to n
+        actions = (self.uniform(rows) * counts).long().clamp(max=counts - 1)  # u * n may round up to n
+        if self.hold > 1:
+            changes = self.uniform(rows) * self.hold < 1
+            steps = torch.arange(self.horizon, device=rows.device)
+            actions = actions.gather(2, torch.where(changes, steps, 0).cummax(2).values)  # as the last change left it
         if self.carry:
             moved_on = torch.cat([self.carried[rows, 1:], actions[:, 0, -1:]], 1)
             actions[:, 0] = torch.where(fresh[:, None], actions[:, 0], moved_on)
         return actions
+
+    def uniform(self, rows: Tensor) -> Tensor:
+        """A number from 0 to 1 for each step of each sequence."""
+        return torch.rand(len(rows), self.k, self.horizon, generator=self.generator, device=rows.device)
 
     def plan(self, stacks: Tensor, fresh: Tensor, rows: Tensor) -> Plan:
         """stacks: uint8 [len(rows), 4, 84, 84]; fresh: bool, an episode starts here."""

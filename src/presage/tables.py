@@ -69,6 +69,7 @@ def plans(run: Run, line: dict[str, Any], game: str) -> tuple[str, bool]:
         "threshold": plan.thresholds.get(game, bound),
         "carry": plan.carry,
         "monotone": plan.monotone,
+        "hold": run.config.data.hold,
         "sticky": run.config.data.sticky,
     }
     used = own | {name: line[name] for name in own if name in line}
@@ -79,8 +80,9 @@ def plans(run: Run, line: dict[str, Any], game: str) -> tuple[str, bool]:
 
 
 def planning(used: dict[str, Any]) -> str:
-    carried = "" if used["carry"] else ", nothing carried over"
-    return f"k {used['k']}{', monotone' if used['monotone'] else ''}{carried}"
+    """Of how plans are made what is not the paper's."""
+    told = [f"k {used['k']}", "monotone" * used["monotone"], "nothing carried over" * (not used["carry"])]
+    return ", ".join(filter(None, [*told, f"hold {used['hold']:g}" * (used["hold"] > 1)]))
 
 
 def played(runs: Sequence[Run]) -> Rows:
@@ -157,8 +159,9 @@ def probed(runs: Sequence[Run]) -> Iterator[tuple[dict[str, Any], dict[str, Any]
     last: dict[tuple[Any, ...], tuple[dict[str, Any], dict[str, Any]]] = {}
     for run in runs:
         for line in read_lines(run.path / "probes.jsonl"):
-            how = {name: line[name] for name in ("iteration", "k", "monotone")} | {"carry": line.get("carry", True)}
-            how["policy"] = line.get("policy", "planned")  # which older probes do not say
+            how = {name: line[name] for name in ("iteration", "k", "monotone")}
+            older = {"carry": True, "hold": 1.0, "policy": "planned"}  # what older probes do not say
+            how |= {name: line.get(name, usual) for name, usual in older.items()}
             for game, found in line["games"].items():
                 row = {"run": run.path.name} | how | {"threshold": line.get("thresholds", {}).get(game), "game": game}
                 last[tuple(row.values())] = row, found
