@@ -12,7 +12,7 @@ from presage.store import Span
 
 def store_of(*spans: Span) -> SimpleNamespace:
     cpu = torch.device("cpu")
-    return SimpleNamespace(spans=list(spans), tasks=(), home=cpu, device=cpu)
+    return SimpleNamespace(spans=list(spans), home=cpu, device=cpu)
 
 
 SPANS = (
@@ -130,7 +130,7 @@ def test_heldout_rows_are_spread_evenly_over_what_is_held_out():
 
 
 def test_batches_come_in_order_and_an_error_comes_out_where_it_is_used(monkeypatch):
-    def assemble(store, rows, horizon, weights, moves):
+    def assemble(store, rows, horizon, moves):
         if rows[0] == 6:
             raise OSError("the disk went away")
         return Batch(*[rows] * 5)
@@ -145,7 +145,7 @@ def test_batches_come_in_order_and_an_error_comes_out_where_it_is_used(monkeypat
 def test_a_stream_that_is_not_read_to_its_end_lets_go_of_its_thread(monkeypatch):
     import threading
 
-    monkeypatch.setattr("presage.batches.assemble", lambda store, rows, horizon, weights, moves: Batch(*[rows] * 5))
+    monkeypatch.setattr("presage.batches.assemble", lambda store, rows, horizon, moves: Batch(*[rows] * 5))
     before = threading.active_count()
     batches = stream(store_of(), NUMBERS, range(1000), 1, 1)
     next(batches)

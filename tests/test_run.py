@@ -332,11 +332,9 @@ def test_interrupted_at_an_odd_update_it_ends_with_the_same_bits(tiny_run, tmp_p
     assert stages(run)[0] == stages(tiny_run.path)[0]
 
 
-@pytest.mark.parametrize("options", [("--hard", "0.5"), ("--balance",)])
-def test_interrupted_between_two_measurements_of_losses_it_ends_with_the_same_bits(tiny_run, tmp_path, options):
-    """Which cases are hard, or how much a game counts, was found with weights that are gone by then: a checkpoint keeps
-    it."""
-    arguments = (*ARGUMENTS, *options)
+def test_interrupted_between_two_measurements_of_losses_it_ends_with_the_same_bits(tiny_run, tmp_path):
+    """Which cases are hard was found with weights that are gone by then: a checkpoint keeps it."""
+    arguments = (*ARGUMENTS, "--hard", "0.5")
     code = KILL_AT.format(module="presage.training", name="update_once", n=3).replace("SIGKILL", "SIGINT")
     assert cli(*arguments, "--run", tmp_path / "whole").returncode == 0
     assert cli(*arguments, "--run", tmp_path / "run", code=f"exec({code!r})").returncode == 130

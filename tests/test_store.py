@@ -134,14 +134,11 @@ def test_a_batch_is_what_was_played(played):
     random = np.random.default_rng(1)
     rows = np.concatenate([random.integers(0, 1800, 150), [0, 1, 2, 149, 150, 1799]])
     batch = assemble(store, torch.from_numpy(rows), 25)
-    weights = torch.tensor([0.5, 1.0, 1.5])
-    weighed = assemble(store, torch.from_numpy(rows), 25, weights)
     for i, row in enumerate(rows):
         env, t = divmod(int(row), 150)
         start = max([s + 1 for s in np.flatnonzero(ended[env, :t])], default=0)
         stack = np.stack([frames[env, max(t - back, start)] for back in (3, 2, 1, 0)])
         assert (batch.frames[i].numpy() == stack).all()
-        assert torch.equal(weighed.mask[i], batch.mask[i] * weights[env // 4])
         dead = point = over = False
         for j in range(25):
             if over or t + j >= 150:

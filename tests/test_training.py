@@ -6,7 +6,6 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-import torch.nn.functional as F
 
 import presage
 from conftest import weights
@@ -15,7 +14,6 @@ from presage.config import ModelConfig, TrainConfig, preset, with_fields
 from presage.model import Model, loss
 from presage.training import (
     Lessons,
-    Updater,
     learning_rate,
     make_optimizer,
     measure,
@@ -120,21 +118,6 @@ def test_measuring_tells_each_cases_loss_and_leaves_the_network_as_it_was(monkey
     assert all(n.momentum == 0.1 for n in model.modules() if isinstance(n, torch.nn.BatchNorm2d))
 
 
-def test_balanced_tasks_count_by_one_over_the_loss_that_is_left_in_them():
-    config, model, batch = with_fields(preset("debug"), balance=True), small_model(), some_batch()
-    store = SimpleNamespace(tasks=("known", "chance"), home=torch.device("cpu"), device=torch.device("cpu"))
-    updater = Updater(model, make_optimizer(model, config.train), store, config)
-    updater.weigh(Measured(torch.arange(4), torch.tensor([0, 1, 1, 0]), torch.tensor([0.1, 0.5, 0.7, 0.3])))
-    assert updater.weights.tolist() == pytest.approx([1.5, 0.5])  # means of 0.2 and 0.6
-    updater.weigh(Measured(torch.arange(2), torch.tensor([0, 0]), torch.tensor([0.0, 0.0])))
-    assert updater.weights.tolist() == [2.0, 0.0]  # known for certain; not measured
-    counts = batch.mask * torch.tensor([1.5, 0.5, 0.5, 1.5, 1.5, 0.5])[:, None]
-    logits, wanted = model(batch.frames, batch.controls), torch.stack([batch.died, batch.scored], -1).float()
-    each = F.binary_cross_entropy_with_logits(logits, wanted, reduction="none").mean(-1)
-    told = updater(*batch._replace(mask=counts))
-    torch.testing.assert_close(told, ((each * counts).sum() / counts.sum()).detach())
-
-
 @pytest.mark.parametrize(("start", "measured_before"), [(0, [0, 500, 1000]), (3, [500, 1000]), (500, [500, 1000])])
 def test_each_round_begins_with_measuring_wherever_training_goes_on(monkeypatch, start, measured_before):
     asked, given = [], []
@@ -148,17 +131,14 @@ def test_each_round_begins_with_measuring_wherever_training_goes_on(monkeypatch,
             given.append(set(sampler.hard.rows.tolist()))
             yield update
 
-    weighed = []
     sampler = SimpleNamespace(share=0.5, to_measure=to_measure)
-    updater = SimpleNamespace(size=4, inputs=inputs, weights=None, weigh=lambda measured: weighed.append(measured.rows))
+    updater = SimpleNamespace(size=4, inputs=inputs)
     monkeypatch.setattr("presage.training.measure", lambda model, updater, rows: torch.ones(len(rows)))
     saved = Measured(torch.tensor([-1]), torch.tensor([0]), torch.tensor([1.0])) if start else None
     assert list(Lessons(None, updater, sampler, saved).give(range(start, 1200))) == list(range(start, 1200))
     assert asked == [(update, 400) for update in measured_before]
     assert given[0] == {0: {0}, 3: {-1}, 500: {-1, 500}}[start]
     assert given[-1] == {*measured_before, *([-1] if start else [])}  # all that was measured so far
-    newest = [set(rows.tolist()) for rows in weighed]
-    assert newest == [*([{-1}] if start else []), *({update} for update in measured_before)]  # the last round's alone
 
 
 def test_rows_are_fetched_a_chunk_ahead_and_handed_out_in_order():

@@ -22,7 +22,7 @@ class Batch(NamedTuple):
     controls: Tensor  # float32 [B, H, 3]
     died: Tensor  # bool [B, H]
     scored: Tensor  # bool [B, H]
-    mask: Tensor  # bool [B, H]; or float32, how much each step counts
+    mask: Tensor  # bool [B, H]
 
 
 def controls_table(specs: Sequence[Spec]) -> Tensor:
@@ -117,11 +117,9 @@ class Sampler:
         return np.asarray(numbers + self.shifts[np.searchsorted(self.ends, numbers, side="right")])
 
 
-def assemble(
-    store: Store, rows: Tensor, horizon: int, weights: Tensor | None = None, moves: Sequence[Tensor] = ()
-) -> Batch:
-    """The batch of these rows, where the store is at home; weights: as in `aims`, moves: as in `moved`."""
-    controls, wanted = aims(store, rows, horizon, weights)
+def assemble(store: Store, rows: Tensor, horizon: int, moves: Sequence[Tensor] = ()) -> Batch:
+    """The batch of these rows, where the store is at home; moves: as in `moved`."""
+    controls, wanted = aims(store, rows, horizon)
     frames = store.stacks(rows)
     return Batch(moved(frames, *moves) if moves else frames, controls, *wanted)
 
@@ -144,14 +142,10 @@ def moved(frames: Tensor, down: Tensor, right: Tensor) -> Tensor:
     return frames.transpose(1, 3)[cases, x[:, :, None], y[:, None, :]].transpose(1, 3).contiguous()
 
 
-def aims(store: Store, rows: Tensor, horizon: int, weights: Tensor | None) -> tuple[Tensor, Targets]:
-    """What follows each of these rows: the controls [B, H, 3] and what is to be foretold of them; its mask says how
-    much each step counts, where tasks have weights [tasks]."""
+def aims(store: Store, rows: Tensor, horizon: int) -> tuple[Tensor, Targets]:
+    """What follows each of these rows: the controls [B, H, 3] and what is to be foretold of them."""
     controls, events = store.window(rows, horizon)
-    wanted = targets(*((events & bit) > 0 for bit in (DIED, SCORED, LAST)))
-    if weights is not None:
-        wanted = wanted._replace(mask=wanted.mask * weights[store.tasks_of(rows)][:, None])
-    return controls, wanted
+    return controls, targets(*((events & bit) > 0 for bit in (DIED, SCORED, LAST)))
 
 
 def heldout_rows(store: Store, task: int, most: int) -> Array:
@@ -161,9 +155,7 @@ def heldout_rows(store: Store, task: int, most: int) -> Array:
     return np.asarray(rows[np.linspace(0, len(rows) - 1, min(most, len(rows))).astype(np.int64)])
 
 
-def stream(
-    store: Store, sampler: Sampler, updates: range, size: int, horizon: int, weights: Tensor | None = None
-) -> Generator[Batch]:
+def stream(store: Store, sampler: Sampler, updates: range, size: int, horizon: int) -> Generator[Batch]:
     """Batches for these updates in order, prepared by a thread a few ahead."""
     ready: queue.Queue[Batch | BaseException] = queue.Queue(4)
     stop = threading.Event()
@@ -182,7 +174,7 @@ def stream(
                 if stop.is_set():
                     return
                 rows, *moves = torch.from_numpy(sampler.drawn(update, size)).to(store.home)
-                batch = assemble(store, rows, horizon, weights, moves)
+                batch = assemble(store, rows, horizon, moves)
                 # Pinned memory, so that its copy to a GPU takes nobody's time.
                 hand_over(Batch(*(t.pin_memory() for t in batch)) if store.device.type == "cuda" else batch)
         except BaseException as error:  # handed to the thread that trains, where it is raised

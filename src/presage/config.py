@@ -111,8 +111,6 @@ class TrainConfig:
     """Share of each batch that is drawn by how wrong the network is about a case: hard ones come more often."""
     shift: Whole = 0
     """Show each case moved by up to so many pixels, up or down and left or right, as if there were more cases."""
-    balance: bool = False
-    """Weigh each game by one over the loss that is left in it: else what chance decides in one game drowns another."""
     checkpoint_every: Count = 2_000
     """Updates between checkpoints inside a training phase, at least."""
     log_every: Count = 500

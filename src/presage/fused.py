@@ -59,19 +59,12 @@ class Learner:
         return self._update(Stacks(frames, newest, ages), batch.controls, targets)
 
     @torch.no_grad()
-    def update_from(
-        self,
-        store: Store,
-        rows: Tensor,
-        horizon: int,
-        weights: Tensor | None = None,
-        moves: Sequence[Tensor] = (),
-    ) -> Tensor:
+    def update_from(self, store: Store, rows: Tensor, horizon: int, moves: Sequence[Tensor] = ()) -> Tensor:
         """One update with cases of a store on the GPU, as `assemble` would make of them; frames are read from where
         they lie."""
         assert isinstance(store.frames, Resident)
         with self.ahead.beside():  # wanted only when Perception is done
-            controls, targets = aims(store, rows, horizon, weights)
+            controls, targets = aims(store, rows, horizon)
         return self._update(Stacks(store.frames.frames, rows, store.ages, *moves), controls, targets)
 
     def _update(self, stacks: Stacks, controls: Tensor, targets: Targets) -> Tensor:

@@ -276,7 +276,6 @@ class Store:
         # The controls of all tasks in one table, so that a step's control is one small number.
         self.table = torch.tensor([c for task in tasks for c in task.controls], dtype=torch.float32, device=self.home)
         self.first_code = np.cumsum([0, *(len(task.controls) for task in tasks)])
-        self.up_to_code = torch.from_numpy(self.first_code[1:]).to(self.home)  # a task's codes are below
         code = torch.uint8 if len(self.table) <= 256 else torch.int16
         self.codes = torch.zeros(budget.rows, dtype=code, device=self.home)  # which control was played
         self.events = torch.zeros(budget.rows, dtype=torch.uint8, device=self.home)  # see DIED, SCORED, LAST
@@ -313,10 +312,6 @@ class Store:
             self.frames.add(start, shard, path)
         self.spans.append(Span(iteration, task, start, stop, heldout))
         self.size = stop
-
-    def tasks_of(self, rows: Tensor) -> Tensor:
-        """int64 [B]"""
-        return torch.bucketize(self.codes[rows].long(), self.up_to_code, right=True)
 
     def stack_rows(self, rows: Tensor) -> Tensor:
         """Where the frames of each stack lie [B, 4]: in an episode younger than the stack, its first is repeated."""

@@ -26,7 +26,6 @@ STATISTICS = 100  # batches that batch norm's statistics are taken from, at most
 ROUND = 500  # updates after which it is measured which cases are hard ...
 POOL = 100  # ... among those of so many batches; what was measured ...
 KEPT = 10  # ... is drawn from for so many rounds: the same few again and again would be learned by heart
-LEAST_LOSS = 1e-4  # with which games are balanced: one that is known for certain must not be all that counts
 MEASURED_AT_ONCE = {"cuda": 1_000, "cpu": 250}
 
 
@@ -82,8 +81,6 @@ class Updater:
         self.fast = config.machine.fused and config.train.trainable == "all" and fused.fits(model, store.device)
         self.low = self.fast or (config.machine.bfloat16 and not on_gpu)
         learner = fused.Learner(model, optimizer, clamp) if self.fast else None
-        # How much cases of each task count; a tensor that stays where it is, for captured updates read it anew.
-        self.weights = torch.ones(len(store.tasks), device=store.home) if config.train.balance else None
 
         def learn(*parts: Tensor) -> Tensor:
             batch = Batch(*parts)
@@ -92,8 +89,8 @@ class Updater:
         def gather_and_learn(drawn: Tensor) -> Tensor:
             rows, *moves = drawn
             if learner:
-                return learner.update_from(store, rows, self.horizon, self.weights, moves)
-            return learn(*assemble(store, rows, self.horizon, self.weights, moves))
+                return learner.update_from(store, rows, self.horizon, moves)
+            return learn(*assemble(store, rows, self.horizon, moves))
 
         self.gathers = on_gpu and store.home == store.device
         self.work: Callable[..., Tensor] = gather_and_learn if self.gathers else learn
@@ -104,7 +101,7 @@ class Updater:
     def inputs(self, sampler: Sampler, updates: range) -> Generator[tuple[Tensor, ...]]:
         """What each update in turn is given."""
         if not self.gathers:
-            yield from stream(self.store, sampler, updates, self.size, self.horizon, self.weights)
+            yield from stream(self.store, sampler, updates, self.size, self.horizon)
             return
         starts = range(0, len(updates), AT_ONCE)
         chunks = (self._to_gpu(sampler, updates[first : first + AT_ONCE]) for first in starts)
@@ -114,13 +111,6 @@ class Updater:
         """What is drawn for several updates [n, 1 or 3, B] in one copy."""
         drawn = np.stack([sampler.drawn(update, self.size) for update in updates])
         return torch.from_numpy(drawn).pin_memory().to(self.store.home, non_blocking=True)
-
-    def weigh(self, measured: Measured) -> None:
-        """Let each task count by one over its cases' mean loss; 1 on average. One that was not measured waits."""
-        if self.weights is not None:
-            means = [measured.losses[measured.tasks == task].mean() for task in range(len(self.weights))]
-            share = (1 / torch.stack(means).clamp(min=LEAST_LOSS)).nan_to_num(0.0)
-            self.weights.copy_(share / share.mean())
 
     def precision(self) -> torch.autocast:
         """In this the plain network multiplies as updates do."""
@@ -194,8 +184,7 @@ def train_phase(
 
 
 class Lessons:
-    """What each update in turn is given. If hard cases are wanted, or games are to be balanced, each round begins with
-    measuring how wrong the network is."""
+    """What each update in turn is given. If hard cases are wanted, each round begins with measuring which are."""
 
     def __init__(self, model: Model, updater: Updater, sampler: Sampler, measured: Measured | None):
         self.model, self.updater, self.sampler = model, updater, sampler
@@ -205,7 +194,7 @@ class Lessons:
             self._take(measured)
 
     def give(self, updates: range) -> Generator[tuple[Tensor, ...]]:
-        if not self.sampler.share and self.updater.weights is None:
+        if not self.sampler.share:
             yield from self.updater.inputs(self.sampler, updates)
             return
         while updates:
@@ -221,10 +210,7 @@ class Lessons:
         self._take(new if self.measured is None else self.measured.followed_by(new, KEPT * self.size))
 
     def _take(self, measured: Measured) -> None:
-        self.measured = measured
-        self.updater.weigh(Measured(*(part[-self.size :] for part in measured)))  # by the newest round
-        if self.sampler.share:
-            self.sampler.hard = HardCases(measured)
+        self.measured, self.sampler.hard = measured, HardCases(measured)
 
 
 @torch.no_grad()
