@@ -70,8 +70,8 @@ class Tape:
         """What comes next does not follow from what was."""
         if self.recent:
             self.recent[-1] = self.recent[-1]._replace(ended=np.ones(1, bool))
-        elif self.writer.parts:
-            self.writer.parts[-1].ended[:, -1] = True
+        elif self.writer.steps:
+            self.writer.columns["ended"][-1] = True
 
     def close(self) -> Path | None:
         """The file, if anything was recorded: the first name that is free."""

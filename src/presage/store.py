@@ -33,6 +33,7 @@ FRAME_BYTES = FRAME * FRAME
 RUN = 8  # consecutive steps whose frames are packed together: half the size of single ones, and still quick to read
 ROW_BYTES = 3 + 1  # control, events and age of a step, and its share of where its run of frames lies
 DIED, SCORED, LAST = 1, 2, 4  # bits of a step's events; last: of an episode or a recording
+COLUMNS = {"actions": "u1", "rewards": "f4", "died": "?", "scored": "?", "ended": "?"}  # of a shard, and their types
 HELDOUT = 0  # the number of each iteration's shard that is never trained on
 
 
@@ -65,31 +66,34 @@ class ShardWriter:
     def __init__(self, path: Path, task: Task, metadata: dict[str, Any], room: Tensor | None = None):
         self.path, self.task, self.metadata, self.room = path, task, metadata, room
         self.steps = 0
-        self.parts: list[Turn] = []  # without frames
-        self.packed: list[list[bytes]] = []  # a run of every environment
+        # Each grows at its end. Run by run they would lie scattered, with holes between them as large as the frames.
+        self.columns = {name: bytearray() for name in COLUMNS}  # [T, E]
+        self.packed, self.sizes = bytearray(), list[list[int]]()  # [runs, E]
 
     def add(self, turns: Turn) -> None:
         """A run of turns, [E, n, …] each: RUN of them, or fewer as the last."""
         start, self.steps = self.steps, self.steps + turns.frames.shape[1]
         if self.room is not None:
             self.room[:, start : self.steps] = torch.from_numpy(turns.frames)
-        self.packed.append([zlib.compress(run, 1) for run in turns.frames])
-        self.parts.append(turns._replace(frames=np.empty(0)))
+        runs = [zlib.compress(run, 1) for run in turns.frames]
+        self.packed += b"".join(runs)
+        self.sizes.append([len(run) for run in runs])
+        for name, kind in COLUMNS.items():
+            self.columns[name] += getattr(turns, name).T.astype(kind).tobytes()
 
     def close(self) -> Episodes:
-        blobs = [blob for env in zip(*self.packed, strict=True) for blob in env]
+        sizes = np.array(self.sizes)  # [runs, E]
+        ends = sizes.cumsum().reshape(sizes.shape)
+        runs = [self.packed[end - size : end] for end, size in zip(ends.T.flat, sizes.T.flat, strict=True)]
 
-        def column(name: str, dtype: Any) -> Tensor:  # [E, T]
-            return torch.from_numpy(np.concatenate([getattr(part, name) for part in self.parts], 1).astype(dtype))
+        def column(name: str) -> Tensor:  # [E, T]
+            flat = np.frombuffer(self.columns[name], COLUMNS[name])
+            return torch.from_numpy(flat.reshape(self.steps, -1).T.copy())
 
         tensors = {
-            "frames": torch.frombuffer(bytearray().join(blobs), dtype=torch.uint8),  # zlib streams, env by env
-            "run_ends": torch.tensor([len(blob) for blob in blobs]).cumsum(0),  # [E * runs]
-            "actions": column("actions", np.uint8),
-            "rewards": column("rewards", np.float32),
-            "died": column("died", np.bool_),
-            "scored": column("scored", np.bool_),
-            "ended": column("ended", np.bool_),
+            "frames": torch.frombuffer(bytearray().join(runs), dtype=torch.uint8),  # zlib streams, env by env
+            "run_ends": torch.from_numpy(sizes.T.cumsum()),  # [E * runs]
+            **{name: column(name) for name in COLUMNS},
         }
         described = {"format": FORMAT, "task": self.task.name, "controls": self.task.controls, **self.metadata}
         data = encode_tensors(tensors, {"shard": json.dumps(described)})  # one entry: the order of several varies
