@@ -10,6 +10,7 @@ import torch
 
 import presage
 from presage.agent import load
+from presage.config import Planning
 from presage.errors import RunError, UsageError
 
 
@@ -79,7 +80,7 @@ def test_other_wrong_questions_are_refused(tiny_run, frames):
     with pytest.raises(UsageError, match="episodes and max_frames must be at least 1"):
         presage.evaluate(agent, episodes=0)
     with pytest.raises(UsageError, match="threshold must not be negative"):
-        agent.playing(threshold=-0.1)
+        agent.playing(Planning(threshold=-0.1))
 
 
 def test_the_agent_that_comes_with_presage_plays():
@@ -93,7 +94,7 @@ def test_the_agent_that_comes_with_presage_plays():
 
 def test_the_same_network_can_play_otherwise(tiny_run):
     agent = tiny_run.agent()
-    other = agent.playing(k=3, threshold=0.4, carry=False, monotone=True)
+    other = agent.playing(Planning(k=3, threshold=0.4, carry=False, monotone=True))
     result = presage.evaluate(other, games=["toy"], episodes=1)
     how = ("k", "thresholds", "carry", "monotone")
     assert [result[name] for name in how] == [3, {"toy": 0.4}, False, True]
@@ -103,7 +104,7 @@ def test_the_same_network_can_play_otherwise(tiny_run):
 
 
 def test_a_monotone_agent_shows_and_plays_by_the_same_numbers(tiny_run, frames):
-    agent = tiny_run.agent().playing(k=20, monotone=True)
+    agent = tiny_run.agent().playing(Planning(k=20, monotone=True))
     plan = agent.plan(frames[0], "breakout", seed=1, threshold=0.5)
     assert (np.diff(plan.candidates_p_died, axis=-1) >= 0).all()
     assert (plan.safe == (plan.candidates_p_died[:, -1] < 0.5)).all()
@@ -196,7 +197,7 @@ def test_a_file_that_is_no_json_is_refused(tiny_run, tmp_path):
 
 def test_planning_in_bfloat16_says_nearly_the_same(tiny_run, frames):
     agent = tiny_run.agent()
-    low = agent.playing(bfloat16=True)
+    low = agent.playing(Planning(bfloat16=True))
     controls = torch.randint(-1, 2, (3, 5, 25, 3)).float()
     stacks = torch.from_numpy(frames)
 

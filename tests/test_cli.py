@@ -9,6 +9,7 @@ import pytest
 import presage
 from conftest import cli
 from presage.bench import stages
+from presage.config import Planning
 from presage.errors import UsageError
 from presage.figures import named_lines, telling_labels
 from presage.knowledge import examine
@@ -123,7 +124,7 @@ def evaluated(run: Run, folder: Path) -> Path:
     shutil.copytree(run.path, folder, ignore=shutil.ignore_patterns("evaluations.jsonl"))
     for iteration in (1, 2):
         agent = run.agent(iteration)
-        for some in (agent, agent.playing(threshold=0.5)):
+        for some in (agent, agent.playing(Planning(threshold=0.5))):
             add_line(folder / "evaluations.jsonl", presage.evaluate(some, games=["toy"], episodes=2))
         for games in (None, ["toy"]):  # the second adds nothing, and hides nothing
             add_line(folder / "knowledge.jsonl", examine(agent, folder, games))

@@ -24,7 +24,7 @@ from conftest import TINY
 from presage import fused_adam, fused_layers, fused_perception, fused_prediction
 from presage.agent import Agent
 from presage.batches import Batch, Stacks, assemble
-from presage.config import ModelConfig, TrainConfig
+from presage.config import ModelConfig, Planning, TrainConfig
 from presage.events import Targets
 from presage.fused import Learner, fits, imagine, shape_fits
 from presage.fused_layers import block_weights, blocks, unblocked
@@ -286,7 +286,7 @@ def test_captured_plans_are_those_made_directly(tiny_run):
         frames, fresh = random.integers(0, 256, (6, 84, 84), dtype=np.uint8), np.full(6, number == 0)
         assert again(frames, fresh).tolist() == anew(frames, fresh).tolist()
     assert len(agent.captured) == 1
-    assert not agent.playing(k=3).captured
+    assert not agent.playing(Planning(k=3)).captured
 
 
 @on_gpu

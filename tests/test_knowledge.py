@@ -12,6 +12,7 @@ import torch
 
 import presage
 from conftest import cli
+from presage.config import Planning
 from presage.errors import UsageError
 from presage.events import Outlook
 from presage.knowledge import Foretold, by_step, calibration, examine, scores
@@ -93,7 +94,7 @@ def test_without_its_data_a_run_has_nothing_held_out(tiny_run, tmp_path):
 
 
 def test_probes_tell_what_comes_of_plans(tiny_run):
-    agent = tiny_run.agent().playing(k=9)
+    agent = tiny_run.agent().playing(Planning(k=9))
     result = probe(agent, ["toy", "breakout"], number=20, seed=2)
     assert probe(agent, ["toy", "breakout"], number=20, seed=2) == result
     for game in ("toy", "breakout"):
@@ -104,13 +105,13 @@ def test_probes_tell_what_comes_of_plans(tiny_run):
         assert sum(one["cases"] for one in found["chosen"]["calibration"]["died"]) <= 20 * 25
         assert found["random"] != found["chosen"]
     with pytest.raises(UsageError, match="3 plans"):
-        probe(agent.playing(k=2), ["toy"])
+        probe(agent.playing(Planning(k=2)), ["toy"])
 
 
 def test_moments_of_random_play_are_the_same_for_all_networks(tiny_run, monkeypatch):
     seen = []
     for iteration, random in ((1, True), (2, True), (1, False)):
-        agent = tiny_run.agent(iteration).playing(k=5)
+        agent = tiny_run.agent(iteration).playing(Planning(k=5))
         perceive = agent.model.perceive
         stacks = []
         monkeypatch.setattr(
@@ -174,7 +175,7 @@ class Trap(gym.Env):
 def test_who_knows_what_each_control_does_is_found_to_be_right(tiny_run, monkeypatch):
     """What was said is compared with what came of the very plan of which it was said."""
     task = Task("trap", Trap, CONTROLS, died=lambda step: bool(step.info["trap"]))
-    agent = tiny_run.agent().playing(k=20)
+    agent = tiny_run.agent().playing(Planning(k=20))
 
     def oracle(h, controls, monotone):
         died = (controls == torch.tensor(DEADLY)).all(-1).cumsum(-1) > 0

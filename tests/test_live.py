@@ -13,6 +13,7 @@ import torch
 import presage
 from presage import drawing
 from presage.arena import Arena
+from presage.config import Planning
 from presage.errors import UsageError
 from presage.games import find
 from presage.highlights import Glance, pick
@@ -72,7 +73,7 @@ def test_looking_changes_nothing_and_other_networks_see_the_same_moment(agent, t
         assert np.array_equal(early.picture, one.picture)
         assert early.step == one.step == 5
         assert not np.allclose(early.p_died, one.p_died)
-        live.k, live.threshold = 9, 1.0
+        live.how = Planning(k=9, threshold=1.0)
         bold = live.look()
         assert bold.plan.candidates.shape[0] == 9
         assert bold.plan.safe.all()
@@ -173,7 +174,7 @@ def test_recordings_made_side_by_side_keep_out_of_each_others_way(agent, tmp_pat
 
 def test_every_picture_is_whole_and_shows_what_it_should(agent):
     with closing(Live(agent, "breakout")) as live:
-        live.k, live.threshold = 7, 0.6
+        live.how = Planning(k=7, threshold=0.6)
         play(live, 40)
         moment = live.look()
         live.held = (1, 1, 0)
@@ -261,5 +262,5 @@ def test_a_film_shows_the_screen_and_what_is_thought(agent, tmp_path: Path, plai
 def test_the_example_agents_thoughts_can_be_shown():
     example = presage.load(Path(__file__).parents[1] / "results" / "agent")
     with closing(Live(example, "demon_attack")) as live:
-        live.k = 50
+        live.how = Planning(k=50)
         assert len(drawing.scene(live.look())) > 10_000

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from copy import copy
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -14,7 +14,7 @@ from torch import Tensor
 from presage import __version__, checkpoint, fused
 from presage.arena import Chooser
 from presage.batches import controls_table
-from presage.config import Config, at, check, from_json, to_json
+from presage.config import Config, Planning, at, from_json, to_json, with_fields
 from presage.errors import RunError, UsageError
 from presage.events import Outlook
 from presage.files import checksum, encode_tensors, read_json, write_bytes, write_json
@@ -72,38 +72,25 @@ class Agent:
         self.plays = iteration + 1  # the iteration whose k and thresholds it plays by
         self.bound: float | None = None  # on P(died) in all games, instead of those thresholds
         self.fast = config.machine.fused and fused.fits(model, device)
-        self.low = config.machine.bfloat16 and device.type == "cpu"
         self.generator = torch.Generator(device).manual_seed(config.seed)
         self.captured: dict[Any, tuple[torch.Generator, Captured]] = {}
 
-    def playing(
-        self,
-        k: int | None = None,
-        threshold: float | None = None,
-        carry: bool | None = None,
-        monotone: bool | None = None,
-        bfloat16: bool | None = None,
-        hold: float | None = None,
-    ) -> "Agent":
-        """The same network, which plans otherwise: with this k, with this bound on P(died) in all games, with or
-        without considering the last plan again, taking P(died) never to fall, bfloat16 on a CPU, or controls that last
-        so long."""
-        old = self.config.plan
-        plan = replace(
-            old,
-            k=old.k if k is None else ((1, k),),
-            carry=old.carry if carry is None else carry,
-            monotone=old.monotone if monotone is None else monotone,
-        )
-        if threshold is not None and not threshold >= 0:
-            raise UsageError(f"the threshold must not be negative, as {threshold} is.")
+    def playing(self, how: Planning) -> "Agent":
+        """The same network, which plans otherwise."""
+        told = {name: value for name, value in asdict(how).items() if value is not None}
+        bound = told.pop("threshold", self.bound)
+        if bound is not None and not bound >= 0:
+            raise UsageError(f"the threshold must not be negative, as {bound} is.")
+        if "k" in told:
+            told["k"] = ((1, told["k"]),)
         other = copy(self)
-        data = self.config.data if hold is None else replace(self.config.data, hold=hold)
-        other.config = check(replace(self.config, plan=plan, data=data))
-        other.bound = self.bound if threshold is None else threshold
-        other.low = self.low if bfloat16 is None else bfloat16 and self.device.type == "cpu"
-        other.captured = {}
+        other.config, other.bound, other.captured = with_fields(self.config, **told), bound, {}
         return other
+
+    @property
+    def low(self) -> bool:
+        """It plays in bfloat16 without a GPU."""
+        return self.config.machine.bfloat16 and self.device.type == "cpu"
 
     @property
     def k(self) -> int:
@@ -187,7 +174,7 @@ class Agent:
         """
         batch, single = checked_frames(frames)
         spec = self.spec(task)
-        planner = self.playing(k, threshold).planner([spec] * len(batch), seed, fast=False)
+        planner = self.playing(Planning(k, threshold)).planner([spec] * len(batch), seed, fast=False)
         rows, every_step = planner.rows, []
 
         def imagine(h: Tensor, controls: Tensor) -> Outlook:

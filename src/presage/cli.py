@@ -12,7 +12,7 @@ from rich.console import Console
 from rich.table import Table
 
 from presage import __version__
-from presage.config import PRESETS, Config, check, preset
+from presage.config import AS_THE_RUN, PRESETS, Config, Planning, check, preset
 from presage.errors import RunError, UsageError, nearest
 
 Folder = Annotated[Path, tyro.conf.Positional, tyro.conf.arg(metavar="DIR")]
@@ -80,10 +80,7 @@ def evaluate(
     run: Folder,
     games: tuple[str, ...] = (),
     episodes: int = 30,
-    k: int | None = None,
-    threshold: float | None = None,
-    no_carry: bool = False,
-    monotone: bool | None = None,
+    planning: Planning = AS_THE_RUN,
     iteration: int | None = None,
     seed: int = 0,
     sticky: float | None = None,
@@ -91,8 +88,6 @@ def evaluate(
     random: bool = False,
     heldout: bool = False,
     probe: int | None = None,
-    hold: float | None = None,
-    bfloat16: bool | None = None,
     json: bool = False,
 ) -> None:
     """Score a run's agent, or an exported one, on full episodes; with --heldout or --probe, on what it foresees.
@@ -101,10 +96,7 @@ def evaluate(
         run: The run's folder, or an exported agent's.
         games: Games to play; all it was trained on unless told.
         episodes: Full episodes a game.
-        k: Sequences imagined a step; what the next iteration would use unless told.
-        threshold: Bound on P(died) in all these games; what the next iteration would use unless told.
-        no_carry: Only new sequences at each step: do not consider the last one's best again.
-        monotone: Take P(died) never to fall along a sequence (True), or not (False); as the run does unless told.
+        planning: How plans are made.
         iteration: Which iteration's network; the newest unless told.
         seed: Of no-op starts and imagined sequences.
         sticky: Chance that the emulator repeats the previous action; as the run was played unless told.
@@ -114,8 +106,6 @@ def evaluate(
         probe: Do not count points: at so many moments of its play a game, try out plans that it considers and the one
             it chooses, and tell how well it foresaw what comes of them and how well it chose. With --random, at moments
             of random play, which are the same for every network.
-        hold: Steps that a control lasts in imagined sequences, on average; as the run does unless told.
-        bfloat16: On a CPU, plan with matrix products in bfloat16 (True) or not (False); as the run does unless told.
         json: Print one JSON object on standard output and nothing else there.
     """
     from presage.agent import load
@@ -123,14 +113,13 @@ def evaluate(
     from presage.run import provenance
 
     if heldout:
-        plans = (k, threshold, monotone, bfloat16, hold, sticky, probe)
-        if random or no_carry or any(value is not None for value in plans):
+        if random or planning != AS_THE_RUN or sticky is not None or probe is not None:
             raise UsageError("--heldout does not play: leave out --random, --sticky, --probe and how to plan.")
         _tell_knowledge(run, iteration, games, json)
         return
     if probe is not None and sticky is not None:
         raise UsageError("--probe looks at play without sticky actions: leave out --sticky.")
-    agent = load(run, iteration).playing(k, threshold, False if no_carry else None, monotone, bfloat16, hold)
+    agent = load(run, iteration).playing(planning)
     if probe is not None:
         _tell_probes(run, agent, games, probe, seed, random, json)
         return
@@ -207,8 +196,7 @@ def play(
     start: float = 0.0,
     seconds: float = float("inf"),
     seed: int = 0,
-    k: int | None = None,
-    monotone: bool | None = None,
+    planning: Planning = AS_THE_RUN,
     iteration: int | None = None,
 ) -> None:
     """Play one full episode and tell its score; with --video, film it and what the agent thinks.
@@ -221,14 +209,13 @@ def play(
         start: Where the film begins, in seconds of play.
         seconds: How long it is; to the end of the episode unless told.
         seed: Of the no-op start and the imagined sequences.
-        k: Sequences imagined a step; what the next iteration would use unless told.
-        monotone: Take P(died) never to fall along a sequence (True), or not (False); as the run does unless told.
+        planning: How plans are made.
         iteration: Which iteration's network; the newest unless told.
     """
     from presage.agent import load
     from presage.replay import episode
 
-    agent = load(run, iteration).playing(k, monotone=monotone)
+    agent = load(run, iteration).playing(planning)
     print(json_module.dumps(episode(agent, game, seed, video, plain, start, seconds)))
 
 
@@ -237,8 +224,7 @@ def watch(
     game: str = "",
     port: int = 8080,
     host: str = "127.0.0.1",
-    k: int | None = None,
-    monotone: bool | None = None,
+    planning: Planning = AS_THE_RUN,
     recordings: Path = Path("recordings"),
 ) -> None:
     """Serve a page that shows the agent play and what it thinks, where one can change things and play oneself.
@@ -248,15 +234,14 @@ def watch(
         game: Which game first; the first it was trained on unless told.
         port: Of the page.
         host: Who may look: this machine alone unless told.
-        k: Sequences imagined a step at first; what the next iteration would use unless told.
-        monotone: Take P(died) never to fall along a sequence, at first: True or False; as the run does unless told.
+        planning: How plans are made at first.
         recordings: The folder where recorded play is left.
     """
     try:
         from presage.viewer import serve
     except ImportError:
         raise UsageError("the page needs more packages: pip install 'presage[viewer]'.") from None
-    serve(run, game, host, port, k, monotone, recordings)
+    serve(run, game, host, port, planning, recordings)
 
 
 def report(

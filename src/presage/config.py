@@ -136,6 +136,27 @@ class PlanConfig:
 
 
 @dataclass(frozen=True)
+class Planning:
+    """How a network is to plan where that differs from how its run does (None: as the run does)."""
+
+    k: int | None = None
+    """Sequences imagined a step; what the next iteration would use unless told."""
+    threshold: float | None = None
+    """Bound on P(died) in all games; what the next iteration would use unless told."""
+    carry: bool | None = None
+    """Consider the last step's best sequence again (True) or not (False); as the run does unless told."""
+    monotone: bool | None = None
+    """Take P(died) never to fall along a sequence (True) or not (False); as the run does unless told."""
+    hold: float | None = None
+    """Steps that a control lasts in imagined sequences, on average; as the run does unless told."""
+    bfloat16: bool | None = None
+    """On a CPU, multiply matrices in bfloat16 (True) or not (False); as the run does unless told."""
+
+
+AS_THE_RUN = Planning()
+
+
+@dataclass(frozen=True)
 class MachineConfig:
     """What may differ between machines, and between a run and its continuation."""
 

@@ -10,6 +10,7 @@ import numpy as np
 from presage.agent import Agent
 from presage.arena import MAX_FRAMES, Arena, Chooser, play
 from presage.collect import random_chooser, whole_seed
+from presage.config import Planning
 from presage.errors import UsageError
 from presage.games import find
 from presage.pools import Array
@@ -42,7 +43,7 @@ def evaluate(
     if not 0 <= sticky <= 1:
         raise UsageError(f"sticky is a chance between 0 and 1, not {sticky}.")
     tasks = find(list(agent.specs) if games is None else games)
-    agent, began = agent.playing(k=k), time.monotonic()
+    agent, began = agent.playing(Planning(k)), time.monotonic()
     results = {}
     for task in tasks:
         agent.captured.clear()  # no other game can use what was captured for the one before

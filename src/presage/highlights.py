@@ -7,6 +7,7 @@ from typing import NamedTuple
 import numpy as np
 
 from presage.agent import Agent
+from presage.config import Planning
 from presage.live import Live, Moment
 from presage.progress import Bar
 from presage.tasks import Task
@@ -77,15 +78,14 @@ def pick(glances: Sequence[Glance], horizon: int) -> dict[str, tuple[float, int]
 def play(agent: Agent, game: str | Task, seed: int = 0) -> list[Highlight]:
     """What one stretch of a game has to show."""
     moments, glances = [], []
-    with closing(Live(agent, game, seed)) as live:
-        live.k = min(live.k, K)
-        with Bar(f"look at {live.task.name}", STEPS, "steps") as bar:
-            for _ in range(STEPS):
-                moment = live.look()
-                turn = live.play(moment)
-                moments.append(moment)
-                glances.append(Glance.of(moment, bool(turn.died[0]), bool(turn.scored[0])))
-                bar.advance()
+    few = Planning(k=min(agent.k, K))
+    with closing(Live(agent, game, seed, few)) as live, Bar(f"look at {live.task.name}", STEPS, "steps") as bar:
+        for _ in range(STEPS):
+            moment = live.look()
+            turn = live.play(moment)
+            moments.append(moment)
+            glances.append(Glance.of(moment, bool(turn.died[0]), bool(turn.scored[0])))
+            bar.advance()
     horizon = agent.config.data.horizon
     return [
         Highlight(kind, worth, moments[step], moments[max(0, step - BEFORE) : step + AFTER])

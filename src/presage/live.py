@@ -13,6 +13,7 @@ import numpy as np
 from presage.agent import Agent, AgentPlan
 from presage.arena import Arena, Turn
 from presage.collect import of_task, whole_seed
+from presage.config import AS_THE_RUN, Planning
 from presage.errors import UsageError
 from presage.games import find
 from presage.pools import Array
@@ -94,9 +95,8 @@ class Tape:
 class Live:
     """A game that waits for whoever looks at it. Everything follows from the seed and from what is pressed."""
 
-    def __init__(self, agent: Agent, game: str | Task, seed: int = 0):
-        self.agent, self.k, self.threshold = agent, agent.k, None  # type: Agent, int, float | None
-        self.monotone = agent.config.plan.monotone
+    def __init__(self, agent: Agent, game: str | Task, seed: int = 0, how: Planning = AS_THE_RUN):
+        self.agent, self.how = agent, how
         self.held: Control | None = None  # what a person presses; None: the agent plays
         self.tape: Tape | None = None
         (self.task,) = find([game])
@@ -120,7 +120,7 @@ class Live:
     def look(self) -> Moment:
         """What is to be seen now. Asked again it is the same, or as other settings and networks see it."""
         seed = whole_seed(self.seed, CHOOSER, self.moments)
-        agent = self.agent.playing(self.k, self.threshold, monotone=self.monotone)
+        agent = self.agent.playing(self.how)
         plan = agent.plan(self.stack, self.task, seed=seed, previous=self.previous)
         sequence, p_died, p_scored = plan.sequence, plan.p_died, plan.p_scored
         held = self.held

@@ -3,11 +3,14 @@
 import asyncio
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
+from typing import Any
 
 from presage import checkpoint
 from presage.agent import Agent, load
+from presage.config import Planning
 from presage.errors import UsageError
 from presage.live import Live, Moment
 from presage.pools import SKIP
@@ -23,10 +26,13 @@ KEYS: dict[str, Control] = {
 class Networks:
     """Those of a run's finished iterations, or the one of an export. Each is loaded once, for all tabs."""
 
-    def __init__(self, path: Path, k: int | None, monotone: bool | None):
-        self.newest = load(path).playing(k, monotone=monotone)
-        if self.newest.k > MOST_SEQUENCES:
-            raise UsageError(f"the page shows at most {MOST_SEQUENCES} sequences, not {self.newest.k}.")
+    def __init__(self, path: Path, how: Planning):
+        self.newest = load(path)
+        usual = self.newest.playing(how)
+        self.k = usual.k  # whichever network is shown
+        self.how = replace(how, k=self.k, monotone=usual.config.plan.monotone)
+        if self.k > MOST_SEQUENCES:
+            raise UsageError(f"the page shows at most {MOST_SEQUENCES} sequences, not {self.k}.")
         exported = (path / "agent.json").exists()
         self.iterations = [self.newest.iteration] if exported else checkpoint.finished(path)
         self.at: Callable[[int], Agent] = cache(lambda iteration: load(path, iteration))
@@ -37,7 +43,7 @@ class Session:
 
     def __init__(self, networks: Networks, game: str, recordings: Path):
         self.networks, self.recordings = networks, recordings
-        self.live = Live(networks.newest, game)
+        self.live = Live(networks.newest, game, how=networks.how)
         self.paused, self.speed = False, float(SPEED)
         self.person = False  # plays, not the agent
         self.pressed, self.tapped = set[str](), set[str]()  # keys that are down, that were since the last step
@@ -90,12 +96,15 @@ class Session:
         self.tapped.clear()
 
     def change_game(self, game: str) -> None:
-        old, self.live, self.shown = self.live, Live(self.live.agent, game, self.live.seed), None
-        self.live.k, self.live.threshold, self.live.monotone = old.k, old.threshold, old.monotone
+        old, self.shown = self.live, None
+        self.live = Live(old.agent, game, old.seed, old.how)
         try:
             old.stop_recording()
         finally:
             old.close()
+
+    def change_plans(self, **how: Any) -> None:
+        self.live.how = replace(self.live.how, **how)
 
     def change_network(self, iteration: int) -> None:
         self.live.agent = self.networks.at(iteration)

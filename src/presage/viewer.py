@@ -15,6 +15,7 @@ from nicegui import app, background_tasks, ui
 from nicegui.events import KeyEventArguments
 
 from presage import drawing
+from presage.config import Planning
 from presage.errors import UsageError
 from presage.games import atari_games, find, known_games
 from presage.live import Moment
@@ -81,10 +82,10 @@ class Page:
         with ui.element().classes("panel"):
             iterations = {i: f"iteration {i}" for i in networks.iterations}
             choice("network", iterations, live.agent.iteration, self.choose_network)
-            number("sequences", live.k, 1, MOST_SEQUENCES, lambda k: self.set("k", int(k or networks.newest.k)))
-            bound = number("P(died) under", None, 0, 1, lambda bound: self.set("threshold", bound))
+            number("sequences", live.how.k, 1, MOST_SEQUENCES, lambda k: self.set("k", int(k or networks.k)))
+            bound = number("P(died) under", live.how.threshold, 0, 1, lambda bound: self.set("threshold", bound))
             bound.props('placeholder="its own" stack-label')
-            never = ui.switch("P(died) never falls", value=live.monotone)
+            never = ui.switch("P(died) never falls", value=live.how.monotone)
             never.on_value_change(lambda event: self.set("monotone", bool(event.value)))
         ui.keyboard(self.key, repeating=False, ignore=["input", "textarea"])
 
@@ -153,7 +154,7 @@ class Page:
         await self.do(self.session.after(lambda: self.session.change_network(iteration)))
 
     async def set(self, name: str, value: Any) -> None:
-        await self.do(self.session.after(lambda: setattr(self.session.live, name, value)))
+        await self.do(self.session.after(lambda: self.session.change_plans(**{name: value})))
 
     async def choose_seed(self, seed: float | None) -> None:
         if seed is not None:  # the field was not cleared
@@ -166,9 +167,9 @@ class Page:
         self.session.press(event.key.name, bool(event.action.keydown))
 
 
-def serve(path: Path, game: str, host: str, port: int, k: int | None, monotone: bool | None, recordings: Path) -> None:
+def serve(path: Path, game: str, host: str, port: int, how: Planning, recordings: Path) -> None:
     """Show the page until interrupted."""
-    networks = Networks(path, k, monotone)
+    networks = Networks(path, how)
     first = game or known_games([*networks.newest.specs, *atari_games()])[0]
     find([first])
     check_port(host, port)
