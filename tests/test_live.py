@@ -19,6 +19,7 @@ from presage.games import find
 from presage.highlights import Glance, pick
 from presage.live import Live, nearest_action
 from presage.replay import Film
+from presage.session import Networks, Session
 from presage.store import Budget, Store, read_shard
 from presage.tasks import grey_84
 
@@ -77,6 +78,19 @@ def test_looking_changes_nothing_and_other_networks_see_the_same_moment(agent, t
         bold = live.look()
         assert bold.plan.candidates.shape[0] == 9
         assert bold.plan.safe.all()
+
+
+def test_what_is_told_of_plans_holds_for_every_network_and_game(tiny_run, tmp_path):
+    session = Session(Networks(tiny_run.path, Planning(k=7, threshold=0.3, hold=3.0)), "toy", tmp_path)
+    with closing(session):
+        session.change_network(1)
+        session.change_game("breakout")
+        told = session.live.look().plan
+        assert session.live.agent.iteration == 1
+        assert (len(told.candidates), told.threshold) == (7, pytest.approx(0.3))
+        assert (np.diff(told.candidates) == 0).mean() > 0.5  # held: three in four; else one in four
+        session.change_plans(threshold=None)  # its own
+        assert session.live.look().plan.threshold == 0
 
 
 def test_an_episode_ends_and_the_next_begins(agent):
