@@ -242,12 +242,13 @@ def test_labels_say_only_what_tells_evaluations_apart():
 
 
 def test_bench_json_has_the_promised_fields():
-    done = cli("bench", "--seconds", 0.2, "--games", "breakout", "--json")
+    done = cli("bench", "--seconds", 0.2, "--games", "breakout", "--threads", 1, "--json")
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
     promised = {"device", "emulator_steps_per_s", "collect_steps_per_s", "collect_over_emulator", "update_ms"}
     promised |= {"record_steps_per_s", "record_over_emulator", "data_wait_fraction"}
     assert set(result) >= promised | {"update_eager_ms", "plan_ms", "plan_over_network"}
+    assert result["emulator_threads"] == 1
     assert all(value > 0 for name, value in result.items() if isinstance(value, float) and name != "data_wait_fraction")
     rows = stages(result)
     assert [row[0].split()[0].strip(",") for row in rows] == ["emulator", "the", "collect", "plan", "update"]

@@ -38,8 +38,8 @@ class Arena:
         self.rows = len(tasks) * envs
         self.task_of = np.repeat(np.arange(len(tasks)), envs)  # [N]
         # The pools of all tasks play at once: together they have a thread for each core.
-        each = threads or max(1, (os.cpu_count() or 1) // len(tasks))
-        self.options = (sticky, each, max_frames, coloured, doubles)
+        self.threads = threads or max(1, (os.cpu_count() or 1) // len(tasks))
+        self.options = (sticky, self.threads, max_frames, coloured, doubles)
         self.noop = np.array([task.noop for task in tasks])[self.task_of]
         self.serve = np.array([-1 if task.serve is None else task.serve for task in tasks])[self.task_of]
         self.under_way = False  # a step was sent and not yet received

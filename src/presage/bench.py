@@ -55,6 +55,7 @@ def measure(
     envs: int | None = None,
     groups: int | None = None,
     k: int | None = None,
+    threads: int = 0,
     bfloat16: bool = False,
 ) -> dict[str, Any]:
     """All figures, taken one after the other in this process with the paper's network."""
@@ -69,7 +70,7 @@ def measure(
     config = with_fields(
         preset("paper"), games=tuple(task.name for task in tasks), iterations=1, envs=scale.envs, groups=scale.groups,
         shard_steps=shard, first_steps=shard, later_steps=shard, heldout_steps=scale.envs * FIRST, k=((1, scale.k),),
-        device=device_name, bfloat16=bfloat16,
+        device=device_name, threads=threads, bfloat16=bfloat16,
     )  # fmt: skip
     torch.manual_seed(0)
     model = Model(config.model).to(device)
@@ -100,6 +101,7 @@ def measure(
         "device": torch.cuda.get_device_name() if device.type == "cuda" else f"cpu ({torch.get_num_threads()} threads)",
         "environments": len(tasks) * scale.envs,
         "groups": scale.groups,
+        "emulator_threads": arenas[0].threads,
         "k": scale.k,
         "bfloat16": agent.fast or agent.low,
         "emulator_steps_per_s": emulator,

@@ -268,6 +268,7 @@ def bench(
     envs: int | None = None,
     groups: int | None = None,
     k: int | None = None,
+    threads: int = 0,
     bfloat16: bool = False,
     json: bool = False,
 ) -> None:
@@ -280,12 +281,13 @@ def bench(
         envs: Games of each kind in parallel; 40 on a GPU, 16 on a CPU unless told.
         groups: Groups they are split into; 2 on a GPU, 1 on a CPU unless told.
         k: Sequences imagined a step; 200 on a GPU, 25 on a CPU unless told.
+        threads: Of the emulator, for each game of each group; 0: all cores, which the games share.
         bfloat16: On a CPU, matrix products in bfloat16; the plain network beside it has float32.
         json: Print one JSON object on standard output and nothing else there.
     """
     from presage.bench import measure, stages
 
-    result = measure(seconds, device, games, envs, groups, k, bfloat16)
+    result = measure(seconds, device, games, envs, groups, k, threads, bfloat16)
     if json:
         print(json_module.dumps(result))
         return
