@@ -197,7 +197,7 @@ def test_a_file_that_is_no_json_is_refused(tiny_run, tmp_path):
 
 def test_planning_in_bfloat16_says_nearly_the_same(tiny_run, frames):
     agent = tiny_run.agent()
-    low = agent.playing(Planning(bfloat16=True))
+    low = agent.playing(Planning(), bfloat16=True)
     controls = torch.randint(-1, 2, (3, 5, 25, 3)).float()
     stacks = torch.from_numpy(frames)
 

@@ -105,7 +105,10 @@ def test_no_op_starts_are_uniform_and_recorded():
         assert (row[start:] == 1).all()
 
 
-@pytest.mark.skipif(not hasattr(os, "SCHED_BATCH"), reason="known to Linux alone")
+USUAL = hasattr(os, "SCHED_BATCH") and os.sched_getscheduler(0) == os.SCHED_OTHER
+
+
+@pytest.mark.skipif(not USUAL, reason="done on Linux, to threads that are scheduled as usual")
 def test_emulators_do_not_take_the_players_core():
     before = set(os.listdir("/proc/self/task"))
     with closing(Arena(find(["pong"]), 3, threads=2)) as arena:

@@ -74,16 +74,20 @@ def test_mistakes_are_one_sentence_with_status_2_and_nothing_is_written(tmp_path
 
 def test_evaluate_json_is_one_object_and_is_also_written_down(tiny_run):
     before = len(tiny_run.evaluations())
-    done = cli("evaluate", tiny_run.path, "--games", "toy", "--episodes", 3, "--k", 5, "--iteration", 1, "--json")
+    how = {"k": 5, "threshold": 0.5, "carry": False, "monotone": True, "hold": 2.0}
+    told = [word for name, value in how.items() for word in (f"--{name}", value)]
+    command = ("evaluate", tiny_run.path, "--games", "toy", "--episodes", 3, *told, "--iteration", 1, "--json")
+    done = cli(*command)
     assert done.returncode == 0, done.stderr
     result = json.loads(done.stdout)
-    assert (result["iteration"], result["k"]) == (1, 5)
+    assert result["iteration"] == 1
+    assert {name: result[name] for name in how if name in result} | {"threshold": result["thresholds"]["toy"]} == how
     toy = result["games"]["toy"]
     assert set(toy) >= {"mean", "ci95", "episodes", "steps", "random", "human", "human_normalized"}
     assert toy["episodes"] == len(toy["scores"]) == 3
     assert toy["ci95"][0] <= toy["mean"] <= toy["ci95"][1]
     assert tiny_run.evaluations()[before:] == [result]
-    again = cli("evaluate", tiny_run.path, "--games", "toy", "--episodes", 3, "--k", 5, "--iteration", 1, "--json")
+    again = cli(*command)
     assert json.loads(again.stdout)["games"] == result["games"]  # the same seed, the same episodes
     assert set(result["made"]) == {"presage", "commit", "torch", "device"}
 

@@ -24,7 +24,7 @@ from conftest import TINY
 from presage import fused_adam, fused_layers, fused_perception, fused_prediction
 from presage.agent import Agent
 from presage.batches import Batch, Stacks, assemble
-from presage.config import ModelConfig, Planning, TrainConfig
+from presage.config import ModelConfig, Planning, TrainConfig, with_fields
 from presage.events import Targets
 from presage.fused import Learner, fits, imagine, shape_fits
 from presage.fused_layers import block_weights, blocks, unblocked
@@ -271,10 +271,12 @@ def test_captured_updates_are_those_done_directly():
 
 
 @on_gpu
-def test_captured_plans_are_those_made_directly(tiny_run):
+@pytest.mark.parametrize("hold", [1.0, 4.0])
+def test_captured_plans_are_those_made_directly(tiny_run, hold):
     """The same seed, frames and episode starts: the same actions, with numbers drawn inside the graph."""
     model = Model(ModelConfig(channels=(16, 16, 16), state_size=12, hidden_size=20))
-    agent = Agent(model, list(tiny_run.agent().specs.values()), tiny_run.config, 1, DEVICE)
+    config = with_fields(tiny_run.config, hold=hold)
+    agent = Agent(model, list(tiny_run.agent().specs.values()), config, 1, DEVICE)
     specs = [spec for spec in agent.specs.values() for _ in range(3)]
     captured, direct = agent.chooser(specs, 9), agent.planner(specs, 9)
     random = np.random.default_rng(0)

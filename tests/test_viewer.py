@@ -281,11 +281,14 @@ def test_play_is_recorded(page, server):
 @needs_browser
 def test_what_is_being_recorded_is_kept_at_ctrl_c(browser, tiny_run, tmp_path):
     server = Server(tiny_run.path, tmp_path, "--game", "toy")
-    page = visit(browser, server)
-    page.press("Record")
-    step = page.step()
-    until(lambda: page.step() > step + 5)
-    assert server.stop() in (0, 130)
+    try:
+        page = visit(browser, server)
+        page.press("Record")
+        step = page.step()
+        until(lambda: page.step() > step + 5)
+    finally:
+        status = server.stop()
+    assert status in (0, 130)
     (file,) = (tmp_path / "recordings").glob("toy-*.safetensors")
     assert read_shard(file)["actions"].shape[1] >= 5
 

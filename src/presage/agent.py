@@ -75,14 +75,15 @@ class Agent:
         self.generator = torch.Generator(device).manual_seed(config.seed)
         self.captured: dict[Any, tuple[torch.Generator, Captured]] = {}
 
-    def playing(self, how: Planning) -> "Agent":
-        """The same network, which plans otherwise."""
-        told = {name: value for name, value in asdict(how).items() if value is not None}
+    def playing(self, how: Planning, bfloat16: bool | None = None) -> "Agent":
+        """The same network, which plans otherwise; bfloat16: as in MachineConfig, if told."""
+        settings = asdict(how) | {"bfloat16": bfloat16}
+        told = {name: value for name, value in settings.items() if value is not None}
         bound = told.pop("threshold", self.bound)
         if bound is not None and not bound >= 0:
             raise UsageError(f"the threshold must not be negative, as {bound} is.")
         if "k" in told:
-            told["k"] = ((1, told["k"]),)
+            told["k"] = ((1, float(told["k"])),)
         other = copy(self)
         other.config, other.bound, other.captured = with_fields(self.config, **told), bound, {}
         return other

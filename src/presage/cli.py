@@ -88,6 +88,7 @@ def evaluate(
     random: bool = False,
     heldout: bool = False,
     probe: int | None = None,
+    bfloat16: bool | None = None,
     json: bool = False,
 ) -> None:
     """Score a run's agent, or an exported one, on full episodes; with --heldout or --probe, on what it foresees.
@@ -106,6 +107,7 @@ def evaluate(
         probe: Do not count points: at so many moments of its play a game, try out plans that it considers and the one
             it chooses, and tell how well it foresaw what comes of them and how well it chose. With --random, at moments
             of random play, which are the same for every network.
+        bfloat16: On a CPU, plan with matrix products in bfloat16 (True) or not (False); as the run does unless told.
         json: Print one JSON object on standard output and nothing else there.
     """
     from presage.agent import load
@@ -113,13 +115,13 @@ def evaluate(
     from presage.run import provenance
 
     if heldout:
-        if random or planning != AS_THE_RUN or sticky is not None or probe is not None:
+        if random or planning != AS_THE_RUN or any(value is not None for value in (sticky, probe, bfloat16)):
             raise UsageError("--heldout does not play: leave out --random, --sticky, --probe and how to plan.")
         _tell_knowledge(run, iteration, games, json)
         return
     if probe is not None and sticky is not None:
         raise UsageError("--probe looks at play without sticky actions: leave out --sticky.")
-    agent = load(run, iteration).playing(planning)
+    agent = load(run, iteration).playing(planning, bfloat16)
     if probe is not None:
         _tell_probes(run, agent, games, probe, seed, random, json)
         return

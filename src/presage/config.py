@@ -59,7 +59,7 @@ class DataConfig:
     horizon: Count = 25
     """Steps looked ahead."""
     hold: Length = 1.0
-    """Steps that a control lasts in random sequences, played or imagined, on average. 1: a new one at each step."""
+    """Steps between new controls in random sequences, played or imagined, on average. 1: one at each step."""
     stray: Share = 0.0
     """Share of planned play in which a random sequence is played out: what comes of plans that nobody would choose."""
     shards_from: str = ""
@@ -148,9 +148,7 @@ class Planning:
     monotone: bool | None = None
     """Take P(died) never to fall along a sequence (True) or not (False); as the run does unless told."""
     hold: float | None = None
-    """Steps that a control lasts in imagined sequences, on average; as the run does unless told."""
-    bfloat16: bool | None = None
-    """On a CPU, multiply matrices in bfloat16 (True) or not (False); as the run does unless told."""
+    """Steps between new controls in imagined sequences, on average; as the run does unless told."""
 
 
 AS_THE_RUN = Planning()

@@ -99,7 +99,7 @@ class Double:
 def polite() -> Iterator[None]:
     """Threads that begin in here let whoever wakes them finish first, where the operating system knows of such: a
     player who sends actions to many emulators would lose its core to the first of them."""
-    if not hasattr(os, "SCHED_BATCH"):
+    if not hasattr(os, "SCHED_BATCH") or os.sched_getscheduler(0) != os.SCHED_OTHER:
         yield
         return
     with suppress(OSError):  # where it is not allowed, all else works

@@ -62,7 +62,10 @@ class Session:
 
     def _after(self, change: Callable[[], object]) -> Moment:
         change()
-        self.live.held = self.control() if self.person else None
+        return self._look(self.pressed | self.tapped)
+
+    def _look(self, keys: set[str]) -> Moment:
+        self.live.held = control(keys) if self.person else None
         return self.live.look()
 
     async def step(self) -> Moment | None:
@@ -71,12 +74,12 @@ class Session:
         return await self.after(self._play)
 
     def _play(self) -> None:
-        """What is shown; but a person's keys as they are now. One that is tapped meanwhile waits for the next step."""
-        counted = frozenset(self.tapped)
+        """What is shown; but a person's keys as they are now, with those let go again since the last step."""
         if self.person or self.shown is None:
-            self.shown = self._after(lambda: None)
+            down = self.pressed.copy()
+            counted, self.tapped = self.tapped, set()  # one that is tapped from here on waits for the next step
+            self.shown = self._look(down | counted)
         self.live.play(self.shown)
-        self.tapped -= counted
 
     def press(self, key: str, down: bool) -> None:
         if key in KEYS and down:
@@ -84,11 +87,6 @@ class Session:
             self.tapped.add(key)
         else:
             self.pressed.discard(key)
-
-    def control(self) -> Control:
-        """What a person presses; a key that was let go again before the step counts, too."""
-        shoot, across, up = (sum(KEYS[key][i] for key in self.pressed | self.tapped) for i in range(3))
-        return (shoot, across, up)
 
     def take_over(self, person: bool) -> None:
         self.person = person
@@ -123,3 +121,9 @@ class Session:
         async with self.busy:
             self.closed = True
             await asyncio.to_thread(self.close)
+
+
+def control(keys: set[str]) -> Control:
+    """What is pressed with these."""
+    shoot, across, up = (sum(KEYS[key][i] for key in keys) for i in range(3))
+    return (shoot, across, up)

@@ -200,8 +200,10 @@ def serve(path: Path, game: str, host: str, port: int, how: Planning, recordings
         background_tasks.create(Page(session).run())
 
     async def leave_all() -> None:
-        for session in filter(None, list(tabs.values())):
-            await session.leave()  # what is being recorded is kept
+        """What is being recorded is kept, whatever becomes of other tabs."""
+        left = await asyncio.gather(*(session.leave() for session in tabs.values() if session), return_exceptions=True)
+        for error in filter(None, left):
+            say(f"a tab's game did not end well: {error}")
 
     app.on_shutdown(leave_all)
     app.on_startup(lambda: say(f"http://{host}:{port} shows {path}; Ctrl+C stops it."))
