@@ -55,10 +55,15 @@ def curves(runs: Sequence[Run], stem: Path) -> Path:
     )
     right.set(xlabel="iterations", ylabel="held-out loss / the constant's", ylim=(0, 1.1))
     for axis in (left, right):
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        at_iterations(axis)
         axis.legend(frameon=False)
     figure.tight_layout()
     return save(figure, stem)
+
+
+def at_iterations(axis: Any) -> None:
+    """Ticks at whole iterations, even where there is but one."""
+    axis.xaxis.get_major_locator().set_params(integer=True, min_n_ticks=1)
 
 
 def by_game(rows: Rows, stem: Path, draw: Callable[[Any, Rows], None], label: str, legend: str = "") -> Path | None:
@@ -104,7 +109,7 @@ def _scores_over_iterations(axis: Any, rows: Rows) -> None:
         axis.fill_between(x, low, high, color=colour, alpha=0.2, lw=0)
         axis.vlines(x, low, high, color=colour, lw=1)  # a band has no width where there is one network only
     axis.set_xlabel("iterations")
-    axis.xaxis.get_major_locator().set_params(integer=True)
+    at_iterations(axis)
 
 
 def named_lines(rows: Rows) -> Iterator[tuple[str, str, Rows]]:
@@ -150,7 +155,7 @@ def played(rows: Rows, stem: Path) -> Path | None:
             x, y = [row["iteration"] for row in ended], [row["mean"] for row in ended]
             axis.plot(x, y, "o-", color=colour, ms=3.5, label=name)
         axis.set_xlabel("iterations")
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        at_iterations(axis)
 
     return by_game(rows, stem, draw, "score of episodes that ended")
 
@@ -165,7 +170,7 @@ def forgetting(rows: Rows, stem: Path) -> Path | None:
             values = [row["died_f1"] for row in mine]
             axis.plot([row["iteration"] for row in mine], values, "o-", ms=3.5, color=colour, label=f"{number}")
         axis.set(xlabel="network of iteration", ylim=(0, 1.02))
-        axis.xaxis.get_major_locator().set_params(integer=True)
+        at_iterations(axis)
 
     played = sorted({row["played"] for row in rows})
     shown = played[:: max(1, -(-len(played) // 5))]  # five lines at most
