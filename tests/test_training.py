@@ -14,9 +14,9 @@ from presage.config import ModelConfig, TrainConfig, preset, with_fields
 from presage.model import Model, loss
 from presage.training import (
     Lessons,
-    Updater,
     learning_rate,
     make_optimizer,
+    measure,
     one_by_one,
     take_statistics,
     update_once,
@@ -107,20 +107,19 @@ def test_measuring_tells_each_cases_loss_and_leaves_the_network_as_it_was(monkey
     before = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     monkeypatch.setattr("presage.training.assemble", lambda store, rows, horizon: Batch(*(t[rows] for t in batch)))
     store = SimpleNamespace(home=torch.device("cpu"), device=torch.device("cpu"))
-    updater = Updater(model, None, store, with_fields(preset("paper"), batch_size=3))  # two batches at once: all six
-    found = updater.measure(torch.arange(6))
+    found = measure(model, SimpleNamespace(store=store, horizon=5, precision=nullcontext), torch.arange(6))
     logits = model(batch.frames, batch.controls)
     alone = [loss(*(part[i : i + 1] for part in (logits, *batch[2:]))) for i in range(6)]
     torch.testing.assert_close(found, torch.stack(alone).detach())
     model.load_state_dict(before)
-    updater.measure(torch.arange(6))
+    measure(model, SimpleNamespace(store=store, horizon=5, precision=nullcontext), torch.arange(6))
     for name, tensor in model.state_dict().items():
         assert torch.equal(tensor, before[name]) or "num_batches" in name, name
     assert all(n.momentum == 0.1 for n in model.modules() if isinstance(n, torch.nn.BatchNorm2d))
 
 
 @pytest.mark.parametrize(("start", "measured_before"), [(0, [0, 500, 1000]), (3, [500, 1000]), (500, [500, 1000])])
-def test_each_round_begins_with_measuring_wherever_training_goes_on(start, measured_before):
+def test_each_round_begins_with_measuring_wherever_training_goes_on(monkeypatch, start, measured_before):
     asked, given = [], []
 
     def to_measure(update, size):
@@ -133,9 +132,10 @@ def test_each_round_begins_with_measuring_wherever_training_goes_on(start, measu
             yield update
 
     sampler = SimpleNamespace(share=0.5, to_measure=to_measure)
-    updater = SimpleNamespace(size=4, inputs=inputs, measure=lambda rows: torch.ones(len(rows)))
+    updater = SimpleNamespace(size=4, inputs=inputs)
+    monkeypatch.setattr("presage.training.measure", lambda model, updater, rows: torch.ones(len(rows)))
     saved = Measured(torch.tensor([-1]), torch.tensor([0]), torch.tensor([1.0])) if start else None
-    assert list(Lessons(updater, sampler, saved).give(range(start, 1200))) == list(range(start, 1200))
+    assert list(Lessons(None, updater, sampler, saved).give(range(start, 1200))) == list(range(start, 1200))
     assert asked == [(update, 400) for update in measured_before]
     assert given[0] == {0: {0}, 3: {-1}, 500: {-1, 500}}[start]
     assert given[-1] == {*measured_before, *([-1] if start else [])}  # all that was measured so far

@@ -26,7 +26,7 @@ STATISTICS = 100  # batches that batch norm's statistics are taken from, at most
 ROUND = 500  # updates after which it is measured which cases are hard ...
 POOL = 100  # ... among those of so many batches; what was measured ...
 KEPT = 10  # ... is drawn from for so many rounds: the same few again and again would be learned by heart
-BATCHES_AT_ONCE = {"cuda": 10, "cpu": 2}  # a divisor of POOL: each call measures equally many
+MEASURED_AT_ONCE = {"cuda": 1_000, "cpu": 250}
 
 
 def learning_rate(config: Config, iteration: int, update: int) -> float:
@@ -76,8 +76,7 @@ class Updater:
     that reads them from disk. The same batches in the same order, whichever it is."""
 
     def __init__(self, model: Model, optimizer: torch.optim.Adam, store: Store, config: Config):
-        self.model, self.store = model, store
-        self.size, self.horizon = config.train.batch_size, config.data.horizon
+        self.store, self.size, self.horizon = store, config.train.batch_size, config.data.horizon
         on_gpu, clamp = store.device.type == "cuda", config.train.clamp
         self.fast = config.machine.fused and config.train.trainable == "all" and fused.fits(model, store.device)
         self.low = self.fast or (config.machine.bfloat16 and not on_gpu)
@@ -95,7 +94,6 @@ class Updater:
 
         self.gathers = on_gpu and store.home == store.device
         self.work: Callable[..., Tensor] = gather_and_learn if self.gathers else learn
-        self.losses: Callable[[Tensor], Tensor] = Captured(self._losses) if self.gathers else self._losses
         if on_gpu:
             torch.backends.cudnn.benchmark = True  # shapes never change, so the search for fast kernels pays
             self.work = Captured(self.work, learner.adam.settle) if learner else Captured(self.work)
@@ -117,18 +115,6 @@ class Updater:
     def precision(self) -> torch.autocast:
         """In this the plain network multiplies as updates do."""
         return torch.autocast(self.store.device.type, LOW, enabled=self.low)
-
-    def measure(self, rows: Tensor) -> Tensor:
-        """How wrong the network is about each of these cases [n], with the statistics of a batch of them."""
-        some = BATCHES_AT_ONCE[self.store.device.type] * self.size
-        with torch.no_grad(), remembering(self.model, 0.0):  # nothing of it
-            return torch.cat([self.losses(part).clone() for part in torch.split(rows, some)]).cpu()
-
-    def _losses(self, rows: Tensor) -> Tensor:
-        batch = Batch(*(p.to(self.store.device) for p in assemble(self.store, rows.to(self.store.home), self.horizon)))
-        with self.precision():
-            logits = self.model(batch.frames, batch.controls)
-        return case_losses(logits, batch.died, batch.scored, batch.mask)
 
     def __call__(self, *given: Tensor) -> Tensor:
         """The loss of one update."""
@@ -165,7 +151,7 @@ def train_phase(
     train, store = config.train, updater.store
     seed = (config.seed, iteration, SAMPLER)
     sampler = Sampler(store, train.weight_growth, train.weight_every, seed, train.hard, train.shift)
-    lessons = Lessons(updater, sampler, measured)
+    lessons = Lessons(model, updater, sampler, measured)
     updates = range(start, train.updates)
     model.train()
     if train.trainable == "valuation":
@@ -200,8 +186,8 @@ def train_phase(
 class Lessons:
     """What each update in turn is given. If hard cases are wanted, each round begins with measuring which are."""
 
-    def __init__(self, updater: Updater, sampler: Sampler, measured: Measured | None):
-        self.updater, self.sampler = updater, sampler
+    def __init__(self, model: Model, updater: Updater, sampler: Sampler, measured: Measured | None):
+        self.model, self.updater, self.sampler = model, updater, sampler
         self.size = POOL * updater.size  # cases measured in a round
         self.measured: Measured | None = None  # in the rounds before, of this iteration
         if measured is not None:
@@ -220,11 +206,24 @@ class Lessons:
 
     def _measure(self, update: int) -> None:
         rows, tasks = self.sampler.to_measure(update, self.size)
-        new = Measured(rows, tasks, self.updater.measure(rows))
+        new = Measured(rows, tasks, measure(self.model, self.updater, rows))
         self._take(new if self.measured is None else self.measured.followed_by(new, KEPT * self.size))
 
     def _take(self, measured: Measured) -> None:
         self.measured, self.sampler.hard = measured, HardCases(measured)
+
+
+@torch.no_grad()
+def measure(model: Model, updater: Updater, rows: Tensor) -> Tensor:
+    """How wrong the network is about each of these cases [n], with the statistics of a batch of them."""
+    store, parts = updater.store, []
+    with remembering(model, 0.0):  # nothing of it
+        for some in torch.split(rows, MEASURED_AT_ONCE[store.device.type]):
+            batch = Batch(*(part.to(store.device) for part in assemble(store, some.to(store.home), updater.horizon)))
+            with updater.precision():
+                logits = model(batch.frames, batch.controls)
+            parts.append(case_losses(logits, batch.died, batch.scored, batch.mask))
+    return torch.cat(parts).cpu()
 
 
 @torch.no_grad()
