@@ -172,7 +172,7 @@ def test_it_learns_the_toy_that_only_looking_ahead_can_win(tmp_path):
         preset="debug", run=tmp_path / "toy", games=["toy"], iterations=1, noop_max=0,
         first_steps=8_000, shard_steps=8_000, heldout_steps=800, envs=8,
         channels=(8, 8, 16), state_size=32, hidden_size=64,
-        updates=1_000, batch_size=64, lr=((1, 3e-3),), lr_decay="cosine", checkpoint_every=10_000, k=((1, 32),),
+        updates=1_500, batch_size=64, lr=((1, 3e-3),), lr_decay="cosine", checkpoint_every=10_000, k=((1, 32),),
     )  # fmt: skip
     known = run.metrics("heldout")[-1]["games"]["toy"]
     assert known["cross_entropy"] < 0.6 * known["baseline_cross_entropy"]

@@ -81,12 +81,12 @@ def measure(
         say("planning …")
         planning = plan_times(agent, tasks, scale, seconds)
         say("emulator …")
-        before = raw_steps_per_s(arenas, seconds)
+        before = raw_steps_per_s(arenas, scale.steps)
         say("collecting …")
         recorded = collect_shard(run / "random", config, arenas, None, 1, 1, Interrupt(), store)
         collect_shard(run, config, arenas, agent, 1, HELDOUT, Interrupt())  # as in a run: planning is captured in it
         collected = collect_shard(run, config, arenas, agent, 1, 1, Interrupt(), store)
-        emulator = (before + raw_steps_per_s(arenas, seconds)) / 2  # machines drift
+        emulator = (before + raw_steps_per_s(arenas, scale.steps)) / 2  # machines drift
         for index, task in enumerate(tasks):
             store.add(shard_path(run, 1, 1, task.name), 1, index, heldout=False, unpacked=store.keeps)
         say("updates …")
@@ -118,12 +118,16 @@ def measure(
     }
 
 
-def raw_steps_per_s(arenas: Sequence[Arena], seconds: float) -> float:
-    """Random actions in the same emulators, nothing stored: the floor for collecting."""
+def raw_steps_per_s(arenas: Sequence[Arena], steps: int) -> float:
+    """Random actions in the same emulators, nothing stored: the floor for collecting. For as many steps as a shard has,
+    lest what comes and goes within seconds count for one and not for the other."""
     plays = [play(arena, random_chooser(arena.tasks, arena.envs, 0), (0,)) for arena in arenas]
     everyone = zip(*plays, strict=True)
     next(everyone)
-    return sum(arena.rows for arena in arenas) / timed(lambda: next(everyone), seconds, torch.device("cpu"))
+    began = time.perf_counter()
+    for _ in range(steps):
+        next(everyone)
+    return sum(arena.rows for arena in arenas) * steps / (time.perf_counter() - began)
 
 
 def plan_times(agent: Agent, tasks: Sequence[Task], scale: Scale, seconds: float) -> dict[str, float]:

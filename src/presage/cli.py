@@ -277,7 +277,7 @@ def bench(
     """Measure every stage's speed, its ratio to the floor it cannot go below, and what bounds it.
 
     Args:
-        seconds: How long to measure each stage.
+        seconds: How long to measure planning and updates; the emulator is measured over a whole shard.
         device: auto, cpu or cuda.
         games: Games to measure with.
         envs: Games of each kind in parallel; 40 on a GPU, 16 on a CPU unless told.
