@@ -148,6 +148,7 @@ def test_report_writes_tables_figures_and_a_page_that_needs_nothing(tiny_run, tm
         "learning.csv",
         "comparison.md",
         "heldout.csv",
+        "asleep.csv",
         "played.csv",
         "scores.csv",
         "knowledge.csv",
@@ -200,6 +201,8 @@ def test_a_report_of_two_runs_tells_them_apart(tiny_run, tmp_path):
         for how in ("iteration 1 | k 4", "iteration 1 | k 4, threshold 0.5", "iteration 2 | k 4"):
             assert f"| {run.name} | {how} |" in compared
         assert f"- {run.name}: `presage train --preset " in compared
+        parts = Run(run, tiny_run.config).metrics("heldout")[-1]["asleep"].values()
+        assert f"| {run.name} | {' | '.join(f'{some} of {units}' for some, units in parts)} |" in compared
         found = json.loads((run / "probes.jsonl").read_text())["games"]["toy"]["random"]
         told = f"{found['cases']} random | {found['cross_entropy']:.3f}"
         assert f"| {run.name} | iteration 2 | k 4 | toy | its own | {told} |" in compared

@@ -77,6 +77,15 @@ def test_parameter_counts():
     assert counts == {"perception": 347_172, "prediction": 102_100, "valuation": 10_302}
 
 
+def test_units_without_weights_are_counted_in_each_part():
+    model = Model(preset("paper").model)
+    assert model.asleep() == {"perception": (0, 580), "prediction": (0, 600), "valuation": (0, 102)}
+    with torch.no_grad():
+        model.prediction.f1.weight[:300] *= 1e-5
+        model.perception.stages[0].weight[7] = 0
+    assert model.asleep() == {"perception": (1, 580), "prediction": (300, 600), "valuation": (0, 102)}
+
+
 @pytest.mark.parametrize("sizes", [(100, 500), (100, 250), (64, 300)])
 def test_the_three_predictions_have_equal_sizes_within_3_percent(sizes):
     state, hidden = sizes

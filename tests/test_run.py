@@ -402,6 +402,7 @@ def test_metrics_have_what_the_design_promises(tiny_run):
         assert values["cross_entropy"] > 0
         assert set(values["died"]) >= {"precision", "recall", "f1"}
         assert set(values["scored"]) >= {"precision", "recall", "f1"}
+    assert heldout[-1]["asleep"] == {name: list(count) for name, count in tiny_run.agent().model.asleep().items()}
     assert all(line["seconds"] > 0 and line["steps_per_s"] > 0 for line in tiny_run.metrics("collect"))
     assert all(line["updates_per_s"] > 0 for line in tiny_run.metrics("train"))
     config = json.loads((tiny_run.path / "config.json").read_text())

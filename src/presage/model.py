@@ -14,6 +14,7 @@ from presage.tasks import FRAME, STACK
 CONTROL = 3  # numbers in a control
 OUTCOMES = 2  # died, scored
 LOW = torch.bfloat16  # of matrix products, where that is wanted; states, statistics, sums and parameters stay float32
+ASLEEP = 1e-3  # of its layer's largest: a unit with weights of less is lost
 MOTION = 4.0  # by how much changes are enlarged: a ball is a pixel or two
 
 
@@ -170,9 +171,21 @@ class Model(nn.Module):
         died, scored = outlook(self.valuation(states).view(n, k, horizon, OUTCOMES))
         return Outlook(died.cummax(-1).values if monotone else died, scored)
 
+    def parts(self) -> dict[str, nn.Module]:
+        return {"perception": self.perception, "prediction": self.prediction, "valuation": self.valuation}
+
     def parameters_by_part(self) -> dict[str, int]:
-        parts = {"perception": self.perception, "prediction": self.prediction, "valuation": self.valuation}
-        return {name: sum(p.numel() for p in part.parameters()) for name, part in parts.items()}
+        return {name: sum(p.numel() for p in part.parameters()) for name, part in self.parts().items()}
+
+    def asleep(self) -> dict[str, tuple[int, int]]:
+        """Of each part's units those that have lost all their weights, and how many there are: weight decay does it."""
+        return {name: asleep(part) for name, part in self.parts().items()}
+
+
+def asleep(part: nn.Module) -> tuple[int, int]:
+    """Units whose weights are next to nothing beside their layer's largest; and all."""
+    sizes = [weight.detach().flatten(1).norm(dim=1) for weight in part.parameters() if weight.dim() > 1]
+    return sum(int((size < ASLEEP * size.max()).sum()) for size in sizes), sum(map(len, sizes))
 
 
 def outlook(logits: Tensor) -> Outlook:

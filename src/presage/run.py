@@ -105,8 +105,9 @@ def carry_out(config: Config, tasks: Sequence[Task], path: Path) -> Run:
 
             # Look, and finish.
             known = heldout(model, store, config.data.horizon)
-            metrics.log("heldout", iteration, {"games": known})
-            announce(known)
+            asleep = model.asleep()
+            metrics.log("heldout", iteration, {"games": known, "asleep": asleep})
+            announce(known, asleep)
             clock.lap("heldout")
             interrupt.check()
             if config.evaluate_episodes:
@@ -165,11 +166,13 @@ def announced_budget(config: Config, tasks: Sequence[Task], model: Model, device
     return space
 
 
-def announce(known: dict[str, dict[str, Any]]) -> None:
+def announce(known: dict[str, dict[str, Any]], asleep: dict[str, tuple[int, int]]) -> None:
     for name, game in known.items():
         loss, constant = game["cross_entropy"], game["baseline_cross_entropy"]
         foreseen = f"foresees deaths with F1 {game['died']['f1']:.2f}, points with {game['scored']['f1']:.2f}"
         say(f"  {name}: held-out loss {loss:.4f} (the best constant's {constant:.4f}), {foreseen}")
+    if lost := [f"{some} of {all_} in {part}" for part, (some, all_) in asleep.items() if some]:
+        say(f"  units without weights: {', '.join(lost)}")
 
 
 def provenance(device: torch.device) -> dict[str, Any]:

@@ -37,6 +37,7 @@ def comparison(runs: Sequence[Run], tables: dict[str, Rows]) -> str:
             compared_scores(told(tables["scores"]), games),
             markdown(["run", *games], known),
             "The last network's loss on held-out cases of all iterations, each run's own (F1 of deaths, of points).\n",
+            *([compared_asleep(tables["asleep"])] if tables["asleep"] else []),
             *([compared_probes(tables["probes"])] if tables["probes"] else []),
             *([compared_choices(tables["choices"])] if tables["choices"] else []),
             *(f"- {run.path.name}: {made(run)}" for run in runs),
@@ -68,6 +69,16 @@ def compared_scores(rows: Rows, games: Sequence[str]) -> str:
         who = "random play" if policy == "random" else f"iteration {iteration}"
         lines.append([run, who, how, *(interval(mine.get(game)) for game in games)])
     return f"{markdown(['run', 'network', 'plans', *games], lines)}\n{protocol(rows).capitalize()}.\n"
+
+
+def compared_asleep(rows: Rows) -> str:
+    parts = list(dict.fromkeys(row["part"] for row in rows))
+    networks = {(row["run"], row["part"]): row for row in rows}  # the last
+    lines = [
+        [run, *(f"{row['asleep']} of {row['units']}" if (row := networks.get((run, part))) else "" for part in parts)]
+        for run in dict.fromkeys(row["run"] for row in rows)
+    ]
+    return f"{markdown(['run', *parts], lines)}\nThe last network's units that have lost all their weights.\n"
 
 
 def compared_probes(rows: Rows) -> str:

@@ -30,6 +30,16 @@ def heldout(runs: Sequence[Run]) -> Rows:
     return rows
 
 
+def asleep(runs: Sequence[Run]) -> Rows:
+    """Units of each part that have lost all their weights; older runs did not count them."""
+    counted = [(run.path.name, line) for run in runs for line in run.metrics("heldout") if "asleep" in line]
+    return [
+        {"run": name, "iteration": line["iteration"], "part": part, "asleep": some, "units": units}
+        for name, line in counted
+        for part, (some, units) in line["asleep"].items()
+    ]
+
+
 def scores(runs: Sequence[Run]) -> Rows:
     """A row for each network, game and way of playing; episodes of several seeds count as one evaluation."""
     rows = []
@@ -212,7 +222,7 @@ def speed(runs: Sequence[Run]) -> Rows:
     return rows
 
 
-ALL = (learning, heldout, played, scores, speed, knowledge, probes, choices, steps, calibration)
+ALL = (learning, heldout, asleep, played, scores, speed, knowledge, probes, choices, steps, calibration)
 
 
 def longest(rows: Rows) -> Rows:
