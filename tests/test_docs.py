@@ -127,7 +127,7 @@ def test_what_mattered_after_random_play_is_what_was_measured():
     for _, *cells in lines:
         for cell, (game, rows) in zip(cells, measured(1).items(), strict=True):
             assert all(is_mean(number, rows) for number in cell.split(", ") if number.strip()), (game, cell)
-    assert len(lines) == 13
+    assert len(lines) == 14
 
 
 def test_one_network_beside_three_is_what_was_measured():
