@@ -171,7 +171,7 @@ def announce(known: dict[str, dict[str, Any]], asleep: dict[str, tuple[int, int]
         loss, constant = game["cross_entropy"], game["baseline_cross_entropy"]
         foreseen = f"foresees deaths with F1 {game['died']['f1']:.2f}, points with {game['scored']['f1']:.2f}"
         say(f"  {name}: held-out loss {loss:.4f} (the best constant's {constant:.4f}), {foreseen}")
-    if lost := [f"{some} of {all_} in {part}" for part, (some, all_) in asleep.items() if some]:
+    if lost := [f"{some} of {units} in {part}" for part, (some, units) in asleep.items() if some]:
         say(f"  units without weights: {', '.join(lost)}")
 
 
